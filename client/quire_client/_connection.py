@@ -105,10 +105,10 @@ class Deadline:
         return left
 
     def explained(self, error: QuireClientError) -> QuireClientError:
-        """What a call's error was, where it came of this deadline.
+        """The error as DeadlineExceeded, if this deadline was its cause; else the error itself.
 
-        gRPC's own text is only "Deadline Exceeded"; a call that it had only begun to send ends with INTERNAL,
-        or as if it had been cancelled here.
+        gRPC's own text is only "Deadline Exceeded". A call that gRPC had only begun to send ends with
+        INTERNAL, or as if it had been cancelled here.
         """
         if self._end is None:
             return error

@@ -101,7 +101,7 @@ class AsyncioCall(_Call):
         super().__init__(call)
         self._loop = asyncio.get_running_loop()
         self._response: Any = None
-        """What was read and not yet received."""
+        """The response that was read and not yet received; None: there is none."""
         self._waiting: asyncio.Future[None] = self._loop.create_future()
         """The wait of the reader for a place, or of a receiver for a response; never are there both."""
         self._reader = self._loop.create_task(self._read())

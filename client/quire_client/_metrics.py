@@ -14,7 +14,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)", re.MULTI
 _LABEL = re.compile(r'(?:^|,)([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 MAX_BYTES = 64 * 2**20
-"""Of a scrape; what comes behind is not read."""
+"""Bytes of a scrape that are read; the rest is ignored."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Interval:
     before: Scrape | None = None
 
     def grown(self, name: str, **labels: str) -> float:
-        """By how much a counter has grown; one that was set back counts from zero."""
+        """The growth of a counter between the scrapes; a counter that was set back counts from zero."""
         now = self.now.total(name, **labels)
         before = 0.0 if self.before is None else self.before.total(name, **labels)
         return now - before if before <= now else now
@@ -84,7 +84,7 @@ class Interval:
         return self.grown(name, **labels) / (self.now.at - self.before.at)
 
     def quantile(self, share: float, name: str, **labels: str) -> float:
-        """Of a histogram, as Prometheus' histogram_quantile; NaN: nothing was measured."""
+        """Quantile `share` of a histogram, as Prometheus' histogram_quantile; NaN: nothing was measured."""
         stated = self.now.values_of(f"{name}_bucket", "le")
         bounds = sorted((bound for bound in stated if not math.isnan(_number(bound))), key=float)
         counts = [self.grown(f"{name}_bucket", le=bound, **labels) for bound in bounds]

@@ -1,4 +1,4 @@
-"""What the command line does at a terminal: dims reasoning, shows that it waits, drops control characters."""
+"""The command line at a terminal: dims reasoning, shows that it waits, drops control characters."""
 
 from __future__ import annotations
 

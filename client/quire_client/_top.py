@@ -1,4 +1,4 @@
-"""What `quire-client top` shows: a frame of text of two scrapes of a server's /metrics."""
+"""Display of `quire-client top`: a frame of text, made from one or two scrapes of a server's /metrics."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from quire_client.types import Choice, Message, Result, Timing, collect
 INTERRUPTED = 130
 PROGRAM = "quire-client"
 COMPLETE_VARIABLE = "_QUIRE_CLIENT_COMPLETE"
-"""Of the environment: by it the shell asks for completions."""
+"""Environment variable by which the shell asks for completions."""
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -583,7 +583,7 @@ def _json_file(option: str, path: Path) -> Any:
 
 
 def _choice_fields(choice: Choice) -> dict[str, Any]:
-    """Those that there always are, and those of the rest that it has."""
+    """The fields of a choice in JSON: text and finish reason always, the others where they are not empty."""
     rest = {
         "reasoning": choice.reasoning,
         "tool_calls": list(choice.tool_calls),

@@ -32,7 +32,7 @@ async def embed(
     name: str = "prompts",
     **arguments: Any,
 ) -> Embeddings:
-    """What `AsyncClient.embed` does.
+    """Implementation of `AsyncClient.embed`.
 
     Args:
         name: what errors call `prompts`.

@@ -118,7 +118,7 @@ _DATATYPES: dict[str, tuple[type, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSchema:
-    """What the client knows about one model."""
+    """Schema of one model, as the client knows it: its tensors, its kind, and an ensemble's members."""
 
     name: str
     inputs: Mapping[str, TensorInfo]

@@ -18,7 +18,7 @@ ToolCall = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What few responses have beside text and tokens."""
+    """Fields that few responses have beside text and tokens."""
 
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -133,7 +133,7 @@ class Choice:
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities, where the choices were ranked by it (best_of, beam search)."""
     reasoning: str = ""
-    """What the model thought before it answered."""
+    """Text of the model's reasoning before its answer."""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: str | None = None
     """The stop string, or the token id as text, that ended it."""
@@ -156,7 +156,7 @@ class Result:
     num_cached_tokens: int | None = None
     """Input tokens that the server's KV cache had."""
     prompt_logprobs: tuple[Any, ...] = ()
-    """Those of each prompt, where asked for; None for one that ended before its first token."""
+    """`prompt_logprobs` of each prompt, where asked for; None for one that ended before its first token."""
 
     @property
     def reasoning(self) -> str:
@@ -176,7 +176,7 @@ class Result:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Of all choices; None where the model does not tell."""
+        """Reasoning tokens of all choices together; None where the model does not tell."""
         counts = [c.num_reasoning_tokens for c in self.choices if c.num_reasoning_tokens is not None]
         return sum(counts) if counts else None
 
@@ -199,12 +199,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Of several prompts."""
+    """Embeddings of several prompts."""
 
     vectors: tuple[tuple[float, ...], ...]
     """One for each, in their order."""
     num_input_tokens: int
-    """Of all prompts."""
+    """Input tokens of all prompts together."""
     num_cached_tokens: int
     """Input tokens that the server's KV cache had."""
 

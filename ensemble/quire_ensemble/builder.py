@@ -84,8 +84,8 @@ _MEMBERS: Mapping[str, tuple[Callable[..., str], str, str]] = {
     ),
     "vision_encoder": (pbtxt.vision_encoder_config, "Pixels to embeddings", "VisionEncoderModel"),
 }
-"""What may stand before the generator, by role: the renderer of its config.pbtxt, what it does and its class,
-which is in `quire_ensemble.triton_<role>`."""
+"""Models that may stand before the generator in an ensemble, by role. Each has the renderer of its
+config.pbtxt, a line on what it does, and the name of its class in `quire_ensemble.triton_<role>`."""
 
 
 def _python_model(role: str) -> str:

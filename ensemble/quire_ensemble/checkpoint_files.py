@@ -1,4 +1,4 @@
-"""What a checkpoint's directory may hold, looked at before anything in it is opened."""
+"""Checks of a checkpoint's directory before anything in it is opened, and paths to checkpoints."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def is_panic(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """What another library's error says, for a message of ours: on one line, its class if it says nothing."""
+    """The text of another library's error, for a message of ours: one line of at most 400 characters; the
+    error's class if it has no text."""
     return in_line(str(error))[:400] or type(error).__name__
 
 

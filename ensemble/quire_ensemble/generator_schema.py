@@ -63,7 +63,7 @@ ONE_TEXT_INPUTS: tuple[TensorSpec, ...] = tuple(
     for spec in PROMPT_INPUTS
     if spec.datatype == "TYPE_STRING"
 )
-"""Those of them that are texts, for models before the generator, which take one prompt."""
+"""Prompt sources that are texts, for models before the generator, which handle one prompt."""
 
 IMAGE_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("image_embeds", "TYPE_FP32", (-1, -1), doc="Rows for the placeholder tokens of input_ids."),

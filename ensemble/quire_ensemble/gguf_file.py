@@ -58,7 +58,8 @@ def first_part(name: str) -> str:
 
 
 def _split(name: str) -> tuple[str, int]:
-    """What the names of a split file's parts begin with, and their number; 0: the name is not a part's."""
+    """The stem that the names of a split file's parts share, and the number of parts; 0: the name is not a
+    part's, and is returned whole."""
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return name, 0
@@ -93,9 +94,9 @@ class StoredTensor(NamedTuple):
     name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    """As torch has it: the fastest dimension last."""
+    """Shape in torch's order of dimensions: the fastest one last."""
     offset: int
-    """Of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
     num_bytes: int
     file: Path
 
@@ -105,7 +106,7 @@ class GGUFFile:
     """A GGUF file, in all its parts, whose head is read; tensors' bytes are read when they are asked for."""
 
     path: Path
-    """Of a split one the first part."""
+    """Path of the file; of a split one, that of its first part."""
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
     files: tuple[Path, ...]

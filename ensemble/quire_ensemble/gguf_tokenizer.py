@@ -66,7 +66,7 @@ def load_gguf_tokenizer(opened: GGUFFile) -> Any:
 
 
 def gguf_tokenizer_json(opened: GGUFFile) -> str:
-    """What a tokenizer.json of the tokenizer in a GGUF file would hold; raises TokenizerError."""
+    """The text of a tokenizer.json for the tokenizer in a GGUF file; raises TokenizerError."""
     text: str = _read(opened)[0].to_str()
     return text
 

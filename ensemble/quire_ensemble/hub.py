@@ -18,7 +18,8 @@ _NAME = re.compile(
 _HEADERS = ("etag", "x-linked-etag", "x-repo-commit")
 """Whose values `huggingface_hub` makes names of files of."""
 _FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken")
-"""Of a repository: weights in safetensors, and what is said of them; no code and no pickles."""
+"""Patterns of the files that are fetched from a repository: weights in safetensors, and the files that
+describe them; no code and no pickles."""
 _MOST_LISTED = 12
 
 

@@ -251,7 +251,8 @@ def _encoded_bytes(raw: bytes | str, field: str, limits: ImageLimits) -> bytes:
 
 
 def _base64_text(data: bytes, field: str) -> bytes:
-    """What of the data is base64: all of it, or what follows the header of a data URL."""
+    """The base64 text in the data: all of it, or what follows the header of a data URL. Raises InputError for
+    a malformed data URL, and for any other URL."""
     if data[:5].lower() == b"data:":
         header, comma, _ = data[:_DATA_HEADER].partition(b",")
         if not comma or not header.lower().endswith(b";base64"):
@@ -290,7 +291,7 @@ def _decode_base64(text: bytes, field: str, limits: ImageLimits) -> bytes:
 
 
 def _beginning(data: bytes) -> str:
-    """What data of no known format looks like."""
+    """A description of data of no known format: a format that is not supported, or the first bytes."""
     named = [name for magic, name in _REFUSED.items() if data.startswith(magic)]
     return f"{named[0]} is not supported" if named else f"it begins with {data[:8]!r}"
 

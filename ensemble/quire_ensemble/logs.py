@@ -16,7 +16,7 @@ import traceback
 from types import TracebackType
 
 REQUEST_FIELDS = ("request_id", "external_id")
-"""Which request a line is about: ours, and its client's. Given by `extra=`."""
+"""Fields of a log record, given by `extra=`, that name its request: our id, and the client's."""
 HARMLESS = (OSError, MemoryError)
 """Exceptions whose texts are the system's."""
 HARMLESS_MODULES = (
@@ -24,7 +24,8 @@ HARMLESS_MODULES = (
     *("quire_kernels", "quire.worker", "quire.kv_tiers", "quire.loader"),
     *("quire.engine.connection", "quire.engine.supervisor", "quire.engine.client"),
 )
-"""What these raise knows numbers, shapes, files and devices, and no text of a request."""
+"""Modules that know numbers, shapes, files and devices, and no text of a request. Texts of exceptions that
+they define or raise are logged, except what those in `_EXCEPT` raise."""
 _EXCEPT = ("quire.worker.grammar",)
 MAX_TEXT = 2000
 

@@ -41,7 +41,7 @@ _OBJECT_KEYS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template is rendered from; `parse_conversation` has checked it."""
+    """Messages and options that a chat template is rendered from; `parse_conversation` has checked them."""
 
     messages: list[dict[str, Any]]
     """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
@@ -57,7 +57,7 @@ class Conversation:
     response_format: dict[str, Any] | None = None
 
     def chat_format(self, prompt: str) -> ChatFormat:
-        """What the generator must know of it; `prompt`: as rendered."""
+        """Facts of the conversation that the generator must know; `prompt`: the text rendered from it."""
         return ChatFormat(
             tools=[] if self.tool_choice == "none" else self.tools or [],
             tool_choice="auto" if self.tool_choice == "none" else self.tool_choice,

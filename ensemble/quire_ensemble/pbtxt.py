@@ -219,7 +219,7 @@ def ensemble_config(name: str, *, before: Mapping[str, str], generator: str, dec
 
 
 def _inside(name: str) -> str:
-    """What an ensemble calls a tensor that one of its models gives to the next."""
+    """The name within an ensemble of a tensor that one of its models gives to the next."""
     return "prompt_token_ids" if name == "input_ids" else name
 
 

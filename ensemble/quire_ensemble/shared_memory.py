@@ -8,7 +8,7 @@ from typing import Any
 SMALL_BYTES = 256 * 1024
 """Largest response that is sent without the question, where there was room before."""
 _MARGIN_BYTES = 8 * 1024
-"""What a response takes in shared memory beside its content, at most."""
+"""Most bytes of shared memory that a response needs beside its content."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
 """Pauses before each further try to end a request where there was no room for its end."""

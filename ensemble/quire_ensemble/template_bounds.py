@@ -100,7 +100,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concatenated(*parts: Any) -> str:
-        """What the operator ~ makes."""
+        """The text that the operator ~ makes of its operands; InputError: longer than `bounded` allows."""
         return _joined(map(str, parts))
 
     @staticmethod

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextLimits:
-    """What a prompt may be; more is refused before it is parsed, or once its first pieces are tokens."""
+    """Limits of a prompt. A longer one is refused before it is parsed, or as soon as its first pieces have
+    too many tokens."""
 
     max_prompt_bytes: int = chat.MAX_BYTES
     """Longest text_input or messages."""
@@ -34,7 +35,7 @@ class TextLimits:
     def encode_chat(
         self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None
     ) -> tuple[list[int], ChatFormat | None]:
-        """As `encode`, and what the generator must know of messages."""
+        """Token ids as from `encode`, and the ChatFormat of messages, for the generator; None for a text."""
         if text is not None and messages is not None:
             raise InputError("text_input, messages", "exactly one is allowed, both are given")
         if text is not None:

@@ -177,8 +177,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _fast(self) -> Any:
-        """What `hf` calls to tokenize, where it does nothing else: half of its cost, since `hf` asks for
-        the place of each token too. None for the tokenizers that are written in Python, wholly or in part."""
+        """The tokenizer in Rust that `hf` calls, where `hf` does nothing else. Called directly it costs half,
+        since `hf` asks for the place of each token too. None: the tokenizer is written in Python, wholly or
+        in part."""
         from transformers import PreTrainedTokenizerFast
 
         own = (getattr(type(self.hf), name, None) for name in ("__call__", "_encode_plus"))
@@ -307,7 +308,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _content_form(self) -> Literal["any", "parts", "strings"]:
-        """What the template reads as content of a message: strings, lists of parts, or any of the two.
+        """The form in which the template reads the content of a message: strings, lists of parts, or either.
 
         A template made for strings prints a list's Python form or raises; one made for a processor of images
         may render nothing of a string.

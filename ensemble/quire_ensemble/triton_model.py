@@ -132,7 +132,7 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
 
 
 def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
-    """Those of the named parameters that are stated, each an integer of at least 1; raises ParameterError."""
+    """The stated ones of the named parameters, each an integer of at least 1; raises ParameterError."""
     return {name: integer_parameter(name, parameters[name]) for name in names if parameters.get(name)}
 
 

@@ -46,7 +46,7 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """What the model `vision_preprocessor` gives for one request, in the types and `dims` it declares."""
+    """Outputs of the model `vision_preprocessor` for one request, in the types and `dims` it declares."""
 
     input_ids: np.ndarray
     """int32 [tokens]; every image's placeholder is there once for each of its rows."""

@@ -1,4 +1,4 @@
-"""What config.json says of a vision part, and the geometry of its images; for both vision models.
+"""Configuration of a vision part, from config.json, and the geometry of its images; for both vision models.
 
 An image has a grid, three numbers whose meaning is its family's, which goes from the preprocessor to the
 encoder with its pixels. All that is counted of an image (rows of pixels, patches, rows of embeddings) follows
@@ -22,7 +22,7 @@ from quire_ensemble.errors import InputError, VisionError, one_line
 
 GRID = "image_grid"
 MAX_TILES = 256
-"""Of an image."""
+"""Most tiles of an image."""
 MAX_PINPOINTS = 1024
 MAX_SIDE = 2**24
 """Pixels of an image's side, in a grid."""
@@ -88,7 +88,7 @@ class VisionConfig(ABC):
         """Pixels, float32 [rows, row size], and the grid of what an image processor made of one image."""
 
     def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
-        """What the image processor makes of one of a prompt's images (mode RGB); ValueError of that.
+        """The image processor's output for one of a prompt's images (mode RGB); passes on its ValueError.
 
         Args:
             processor: of the checkpoint.
@@ -563,4 +563,4 @@ _READERS = {
     "qwen2_5_vl": _read_qwen,
     "qwen3_vl": _read_qwen,
 }
-"""By `model_type`."""
+"""Functions that make the VisionConfig of transformers' configuration, by `model_type`."""

@@ -83,7 +83,7 @@ class LlavaVision(VisionFamily):
 
     @property
     def module_class(self) -> Any:
-        """What builds the module of a configuration."""
+        """The class that builds the module from a configuration."""
         return _LlavaModel
 
     def __init__(self, config: VisionConfig) -> None:
@@ -266,7 +266,7 @@ class _LlavaOnevisionModel(modeling_llava_onevision.LlavaOnevisionModel):
         self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
 
     def pack(self, images: Sequence[torch.Tensor], sizes: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
-        """As of `_LlavaNextModel`."""
+        """The rows of each image; arguments as of `_LlavaNextModel.pack`."""
         ratio = self.config.vision_aspect_ratio
         return self.pack_image_features(images, sizes, self.image_newline, ratio)[0]
 

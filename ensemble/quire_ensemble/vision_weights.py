@@ -16,7 +16,7 @@ from quire_ensemble.errors import VisionError
 from quire_ensemble.weight_files import NamedTensor, Wanted, find_files, read_pickle, read_safetensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""What a weight may be stored as; anything else is quantised and means nothing without its scales."""
+"""Types in which a weight may be stored. Any other is quantised, and means nothing without its scales."""
 
 _MAX_LISTED = 8
 

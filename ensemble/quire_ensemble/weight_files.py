@@ -72,8 +72,8 @@ _PICKLED = frozenset(
         ),
     )
 )
-"""What the pickle of a state dictionary names; others that `weights_only` allows, such as bytearray, make as
-much memory as a number in the file says."""
+"""Names that the pickle of a state dictionary may import. Others that `weights_only` allows, such as
+bytearray, make as much memory as a number in the file says."""
 
 
 class NamedTensor(NamedTuple):
@@ -86,10 +86,12 @@ class NamedTensor(NamedTuple):
     meanwhile."""
     file: Path
     offset: int | None = None
-    """Of its bytes in the file, if they lie there as the tensor's do."""
+    """Position in the file of the tensor's bytes (of `raw`'s, if given), if they lie as in memory; else
+    None."""
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What makes the content of those bytes, or without an offset of anything;
-    type and shape stay, but for what `raw` says."""
+    """Function that makes the content from the bytes at `offset`. Without an offset it makes the content by
+    itself, whatever its argument is. Type and shape of the bytes are the tensor's, unless `raw` states
+    others. None: nothing is changed."""
     raw: torch.Tensor | None = None
     """Type and shape of those bytes, on torch's "meta" device, where `change` makes others."""
 

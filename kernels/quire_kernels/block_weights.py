@@ -16,7 +16,8 @@ _SCALE_BITS = {"FLOAT16": 16, "BFLOAT16": 16, "INT8": 8, "NIBBLES": 4}
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What a type's codes mean, as of GroupedWeight, and how the C++ kernels keep its scales."""
+    """Quantisation of one GGUF type: how its codes become weights, and how the C++ kernels keep its scales.
+    `bits`, `group`, `zero` and `table` mean what they mean in GroupedWeight."""
 
     bits: int
     group: int
@@ -72,7 +73,7 @@ class BlockWeight:
 
     @property
     def device(self) -> torch.device:
-        """Of the blocks."""
+        """Device of `blocks`."""
         return self.blocks.device
 
     def rows(self, which: slice | torch.Tensor) -> BlockWeight:

@@ -43,7 +43,8 @@ def cache_directory(name: str) -> Path:
 
 
 def lasting_directory(name: str) -> Path | None:
-    """As `cache_directory`, for what may be large; None: it would lie in a place that is none to keep it."""
+    """The folder of `cache_directory` for files that may be large. None: only its stand-in below the
+    temporary directory can be used, which is no place for gigabytes."""
     folder, wanted = cache_directory(name), _wanted()
     return folder if folder.parent == wanted else None
 
@@ -57,7 +58,8 @@ def private_directory() -> Path:
 
 
 def kept(path: Path) -> bytes | None:
-    """What `keep` wrote there, its digest included; None: nothing, or something damaged or unreadable."""
+    """Data that `keep` wrote to a file, without the digest. None: there is no such file, it cannot be read,
+    or the digest shows that it is damaged, which is logged."""
     try:
         stored = path.read_bytes()
     except OSError:

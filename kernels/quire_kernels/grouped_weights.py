@@ -30,9 +30,9 @@ class GroupedWeight:
     zero: int = 0
     """0 to 128."""
     table: tuple[int, ...] | None = None
-    """Of four bits: 16 integers in [-128, 127]."""
+    """Values of four-bit codes, 16 integers in [-128, 127]; None: a code is its own value."""
     minimums: torch.Tensor | None = None
-    """As scales."""
+    """Minimum of each group, of the shape and type of `scales`; None: none is subtracted."""
     row_scales: torch.Tensor | None = None
     """float32 [out_features]: what a row is multiplied by in the end; None: by nothing."""
 
@@ -60,7 +60,7 @@ class GroupedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Of all its tensors."""
+        """Device of all tensors of the weight."""
         return self.codes.device
 
     def rows(self, which: slice | torch.Tensor) -> GroupedWeight:

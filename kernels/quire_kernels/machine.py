@@ -1,4 +1,4 @@
-"""What this process may use of the machine: processors and memory, control groups included.
+"""Processors and memory that this process may use on the machine, within the limits of control groups.
 
 A container sees the whole machine in /proc. What it may take stands in its control group and in each one
 above that: one that takes more memory is killed, one with more threads than its quota stands still for part

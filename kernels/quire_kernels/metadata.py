@@ -29,7 +29,7 @@ def attention_facts(
     *,
     sinks: bool = False,
 ) -> dict[str, Any]:
-    """What implementations of `ops.paged_attention` are chosen by, beside device and type."""
+    """Facts by which implementations of `ops.paged_attention` are chosen, beside device and type."""
     return {
         "head_dim": head_dim,
         "num_groups": num_heads // num_kv_heads,
@@ -44,7 +44,7 @@ def attention_facts(
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Which tokens belong to which sequence, and where their keys and values are.
+    """Sequences of a ragged batch: which tokens belong to each, and where their keys and values are.
 
     Sequence i owns the batch rows [query_start_loc[i], query_start_loc[i + 1]); they are the last
     query_lens[i] of its seq_lens[i] tokens. Prefill, a chunk of a prefill and decode differ in these
@@ -73,9 +73,9 @@ class AttentionMetadata:
     """Gets an attention's queries, and what computes it for a batch, instead of it being computed; returns
     where the result will lie, of the queries' shape. For recording what is between attentions."""
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What implementations derive once per step and reuse in every layer; see `plan`."""
+    """Plans: values that implementations derive once per step and reuse in every layer; see `plan`."""
     shared_plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """The part of it that does not depend on the blocks, for all KV groups of the step; see `shared_plan`."""
+    """Plans that do not depend on the blocks, shared by all KV groups of the step; see `shared_plan`."""
 
     def with_blocks(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> AttentionMetadata:
         """The same batch over the blocks of another KV group."""

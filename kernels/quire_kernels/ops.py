@@ -256,7 +256,7 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a log-softmax of each row says of one given token and of the most likely ones.
+    """Log-probability and rank of a given token of each row, and log-probabilities of the most likely ones.
 
     Args:
         logits: float32 [n, vocab_size]; left as they are.
@@ -421,7 +421,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 def route(
     logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts compute each token: those of the largest scores.
+    """The experts that compute each token, those of the largest scores, and their shares.
 
     Args:
         logits: float32 [num_tokens, num_experts], and one more column where the routing's shared expert is
@@ -464,7 +464,7 @@ def pack_experts(
 def _facts(
     weight: torch.Tensor | GroupedWeight | BlockWeight | QuantizedRows, activation: str | None, **others: Any
 ) -> dict[str, Any]:
-    """What implementations of a linear layer may depend on."""
+    """Facts that implementations of a linear layer may depend on."""
     return {
         "in_features": weight.shape[1],
         "out_features": weight.shape[0],

@@ -11,7 +11,7 @@ SCALE_DTYPE = torch.bfloat16
 short mantissa costs nothing: numbers are divided by the scale as it is stored."""
 
 KV_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""What kernels for GPUs call the types of quantised caches; 0 is a plain one."""
+"""Number of each quantised cache type in the kernels for GPUs; 0 is a plain cache."""
 
 
 class QuantizedKV(NamedTuple):
@@ -41,8 +41,8 @@ class QuantizedKV(NamedTuple):
 
 
 KVLayer = torch.Tensor | QuantizedKV
-"""What the attention operators take: a tensor [num_blocks, 2, num_kv_heads, block_size, head_dim], or this
-quantised."""
+"""A layer's KV cache, as the attention operators read it: a tensor [num_blocks, 2, num_kv_heads, block_size,
+head_dim], or the same quantised."""
 
 
 def piece_bytes(block_size: int, head_dim: int) -> int:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(hours=1)
-"""Of a collective. A rank that dies is noticed by its engine, one that stands still by the engine's watchdog:
-this is for what neither sees."""
+"""Longest time of a collective. A rank that dies is noticed by its engine, one that stands still by the
+engine's watchdog. This limit is for failures that neither sees."""
 
 
 @dataclass(frozen=True)
@@ -74,4 +74,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""Of a model that one process computes."""
+"""The only rank of a model that one process computes."""

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: by device, dtype and shape, logged once, overridable.
+"""Registry of the operators' implementations: picked by device, dtype and shape, logged once, overridable.
 
 An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
 that can do what is asked. The caller may want a certain one, and the environment
@@ -54,7 +54,7 @@ class Implementation:
         return self.why_not(device_type, dtype, facts) is None
 
     def why_not(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
-        """What it cannot compute of this; None: it can."""
+        """The reason why it cannot compute the operator for these operands; None: it can."""
         if self.devices and device_type not in self.devices:
             return f"only on {', '.join(sorted(self.devices))}"
         if self.dtypes and dtype not in self.dtypes:
@@ -175,7 +175,7 @@ def pick(
     without: tuple[Callable[..., Any], ...] = (),
     **facts: Any,
 ) -> Implementation:
-    """What `select` chooses, without a line in the log; raises KernelError as it does."""
+    """The implementation that `select` chooses, without a line in the log; KernelError as of `select`."""
     chosen = wanted or choices().get(operator)
     if chosen is not None:
         _check_name(operator, chosen)
@@ -199,7 +199,7 @@ def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: A
 
 
 def choices() -> dict[str, str]:
-    """What the environment chooses, by operator."""
+    """Names of the implementations that the environment chooses, by operator; raises KernelError."""
     global _forced
     if _forced is None:
         _forced = _from_environment(os.environ.get(ENVIRONMENT, ""))

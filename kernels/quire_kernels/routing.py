@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 SIGMOID_EPSILON = 1e-20
-"""What is added to the sum by which the sigmoids of a token's experts are divided."""
+"""Number added to the sum of a token's sigmoid shares before the shares are divided by that sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What `ops.route` makes of logits.
+    """Rules by which `ops.route` chooses a token's experts from the router's logits, and computes their
+    shares.
 
-    With more than one group (DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437) a token's experts are those
-    of its best groups, each of which is as good as the sum of the scores of its `group_best` best experts.
+    With more than one group (DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437) a token's experts are chosen
+    from its best groups alone. A group is as good as the sum of the scores of its `group_best` best experts.
     The groups are equal in size, at least `group_best`, and those of a token have `num_chosen` experts or
     more.
     """
@@ -24,11 +25,11 @@ class Routing:
     renormalizes: bool
     """Whether a token's shares are divided by their sum, with SIGMOID_EPSILON where they are sigmoids."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What scores are of the logits."""
+    """Function that makes scores of the logits."""
     least_sum: float = 0.0
-    """What softmax shares are divided by where their sum is less."""
+    """Least divisor of renormalised softmax shares: it replaces their sum where that is less."""
     scale: float = 1.0
-    """What shares are multiplied by at last."""
+    """Factor of the shares, applied last, and not to the share of the shared expert."""
     num_groups: int = 1
     num_chosen_groups: int = 1
     group_best: int = 1

@@ -46,7 +46,7 @@ class LogitEdits:
 
     @property
     def arguments(self) -> tuple[torch.Tensor | None, ...]:
-        """What kernels take: the fields in their order, and float32 [num_bans] of scratch."""
+        """Arguments of the kernels: the fields in their order, then float32 [num_bans] of scratch memory."""
         saved = torch.empty_like(self.ban_ids, dtype=torch.float32)
         return (*(getattr(self, field.name) for field in fields(self)), saved)
 
@@ -76,11 +76,11 @@ class SamplingTensors:
     """None: no row has any."""
 
     def take(self, index: torch.Tensor) -> SamplingTensors:
-        """What the rows `index`, int64, ask for, but for their edits."""
+        """The entries of the rows `index`, int64, without their edits."""
         columns = {name: value for name, value in vars(self).items() if name != "edits" and value is not None}
         return SamplingTensors(**{name: value[index] for name, value in columns.items()})
 
 
 def is_not_typical(typical: bool = False, **_: object) -> bool | LeftToOthers:
-    """What kernels without typical-p can draw, by the facts of a call."""
+    """True where kernels without typical-p can draw every row; LeftToOthers: a row asks for typical-p."""
     return LeftToOthers("a row asks for typical-p") if typical else True

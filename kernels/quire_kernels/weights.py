@@ -21,8 +21,8 @@ W8A8_GROUP = 64
 _AT_ONCE = 2**18
 """Weights that are quantised at a time."""
 INT4_CANDIDATES = (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5)
-"""What the number of largest size may become in four bits, [-8, 7]: per group, the candidate with the least
-squared error is taken."""
+"""Numbers to which the number of largest magnitude in a group may be scaled, before it is rounded to four
+bits, in [-8, 7]. Each group has the candidate with the least squared error."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class QuantizedRows:
     quantization: str
     """"int8", "w8a8", "fp8" or "fp8_weights"; see `ops.pack_linear`."""
     dtype: torch.dtype = torch.float32
-    """Of the inputs."""
+    """Type of the layer's inputs."""
 
     @property
     def shape(self) -> torch.Size:
@@ -45,12 +45,12 @@ class QuantizedRows:
 
     @property
     def device(self) -> torch.device:
-        """Of both tensors."""
+        """Device of both tensors."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Of the codes and scales."""
+        """Bytes of the codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def dequantize(self) -> torch.Tensor:
@@ -81,8 +81,9 @@ class PackedLinear(Protocol):
         ...
 
     def ungated(self) -> PackedLinear:
-        """Of a gated W, the same without its activation: gates, then what they are multiplied by. Its results
-        in float32, through `ops.gate_mul`, are those of this one, bit for bit on a CPU."""
+        """The layer of a gated W without its activation: its results are the gates, then what they are
+        multiplied by. From these in float32 `ops.gate_mul` makes this layer's results, bit for bit on a
+        CPU."""
         ...
 
 

@@ -39,7 +39,7 @@ class Adapters:
         self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()
 
     async def of(self, client: AsyncClient) -> Mapping[str, Adapter]:
-        """Those of one server by their names."""
+        """The adapters of one server by their names."""
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if time.monotonic() - when >= LISTED_S:
             found = {}

@@ -203,7 +203,7 @@ class _Gateway:
         return JSONResponse(await self._model(client, name, schema, adapter))
 
     async def _find(self, client: AsyncClient, name: str) -> tuple[ModelSchema, Adapter | None]:
-        """As `Adapters.find`, of what a client calls a model."""
+        """The model that a client's name means, and the adapter if it is one; raises as `Adapters.find`."""
         return await self.adapters.find(client, self._names.model_of(name))
 
     async def tokenize(self, request: Request) -> Any:

@@ -60,7 +60,7 @@ class Server:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """What breaks the connection within, takes the server out until it has been asked again."""
+        """Context in which a ConnectError marks the server as not ready, until `ask` finds it ready again."""
         try:
             yield
         except ConnectError:

@@ -38,7 +38,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """Which images may be fetched.
+    """Limits on the images that may be fetched.
 
     hosts: exact names, or `*.suffix` for every name below it; empty: none. Any port of a host.
     max_bytes: size of one image file.

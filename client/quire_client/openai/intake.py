@@ -35,7 +35,7 @@ MAX_DEPTH = 64
 RETRY_AFTER = 1
 """Seconds, said to those for whom there is no room."""
 _VALUE_BYTES = 64
-"""What a small value of JSON takes in memory."""
+"""Bytes of memory that a small value of JSON counts as."""
 _INLINE_BYTES = 2**16
 """Work on so much data takes less time than handing it to a thread."""
 
@@ -74,7 +74,7 @@ class Intake:
 
 
 class Hold:
-    """What one request holds; leaving it as a context gives it back."""
+    """One request's part of the intake: the bytes that it holds. Leaving it as a context gives them back."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -186,7 +186,7 @@ def count_values(body: bytes) -> int:
 
 
 def text_bytes(value: Any) -> int:
-    """What the texts in a value of JSON take in memory, beside what each value takes."""
+    """Bytes of memory of the strings in a value of JSON, beyond the _VALUE_BYTES counted for each value."""
     total, nodes = 0, [value]
     while nodes:
         node = nodes.pop()

@@ -41,7 +41,7 @@ class ApiKey:
     tenant: str
     """On whose account its requests run; by default the key's name."""
     tokens_per_minute: int | None = None
-    """Of prompts and answers; None: any number."""
+    """Limit of tokens of prompts and answers together; None: any number."""
     admin: bool = False
     """Whether it may load and unload LoRA adapters."""
 
@@ -89,7 +89,7 @@ class KeyRing:
         self._seen = _version(path)
         self._keys = read_keys(path)
         self._budgets: dict[str, Budget] = {}
-        """By name of the key."""
+        """Budgets of keys that have a limit, by name of the key."""
 
     def find(self, authorization: str | None) -> ApiKey:
         """The key that a request shows as `Authorization: Bearer KEY`.
@@ -217,7 +217,7 @@ def _digest(key: str) -> str:
 
 
 def _version(path: Path) -> tuple[int, int, int]:
-    """What changes with the file; zeros where there is none."""
+    """Modification time (ns), size and inode of a file, to see whether it has changed; zeros: no file."""
     try:
         stat = path.stat()
     except OSError:

@@ -175,6 +175,7 @@ def _spelled(text: str, parts: list[int] | None) -> str:
 
 
 def _token(text: str, logprob: float, parts: list[int] | None) -> dict[str, Any]:
-    """As chats have it; the text of a part of a character is a replacement, and its bytes may be unknown."""
+    """A token and its log-probability in the form of OpenAI's chat completions. The text of a part of a
+    character has the replacement character, and its bytes may be unknown (None)."""
     encoded = parts if "\ufffd" in text else list(text.encode("utf-8", "replace"))
     return {"token": text, "logprob": logprob, "bytes": encoded}

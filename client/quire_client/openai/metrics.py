@@ -1,4 +1,4 @@
-"""What the gateway tells Prometheus."""
+"""Prometheus metrics of the gateway."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from quire_client.types import Chunk, Embeddings, Result
 GONE = 499
 """Status, in the log and in metrics, of a request whose client left before its answer was there."""
 _BESIDE = ("/tokenize", "/detokenize")
-"""What is not below /v1/, as with vLLM, and needs a key as well."""
+"""Paths outside /v1/, as in vLLM, that are observed and need a key as well."""
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Passed on to the server as they are, if gRPC can carry them."""
@@ -56,9 +56,9 @@ class Exchange:
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
     """When the last token of each prompt's choice came."""
     _prompts: set[int] = field(default_factory=set)
-    """Those whose tokens are counted: their number comes with each chunk."""
+    """Numbers of the prompts whose tokens are counted: every chunk states its prompt's token count."""
     _num_reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By prompt and choice."""
+    """Reasoning tokens so far, by (number of the prompt, index of the choice)."""
 
     @property
     def counts_tokens(self) -> bool:

@@ -75,10 +75,10 @@ class ReplyFormat:
     """Characters of each prompt, where they are texts that the answers begin with."""
     continuous_usage: bool = False
     prompt_logprobs: int | None = None
-    """As of `TextRequest`, with the following."""
+    """Likely tokens to tell of each position of the prompt, as in `TextRequest`; None: not asked for."""
     returns_token_ids: bool = False
     prompt_token_ids: tuple[list[int], ...] = ()
-    """Of each prompt, where they are known and asked for."""
+    """Token ids of each prompt; empty where they are not asked for."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time, seconds."""
 
@@ -114,7 +114,8 @@ class ReplyFormat:
         return whole
 
     def _of_prompt(self, number: int, result: Result) -> dict[str, Any]:
-        """What vLLM tells of a prompt, where it is asked for: of a chat beside the choices, else in them."""
+        """vLLM's fields about a prompt, as asked for: beside a chat's choices, in each choice of a
+        completion."""
         told: dict[str, Any] = {}
         if self.prompt_logprobs is not None:
             found = result.prompt_logprobs[number] if number < len(result.prompt_logprobs) else None
@@ -161,7 +162,7 @@ class ReplyFormat:
         return part
 
     def delta(self, chunk: Chunk, num_characters: int, *, is_first: bool = False) -> dict[str, Any] | None:
-        """What a chunk adds; None: nothing.
+        """The object of a stream for what a chunk adds to its choice; None: the chunk adds nothing.
 
         Args:
             num_characters: those of the choice's text before it.

@@ -168,7 +168,7 @@ MAX_MODEL_LENGTH = 256
 _NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
 """Values that ask for nothing, of fields that not every model knows."""
 MAX_TOP_LOGPROBS = 20
-"""What OpenAI's chat completions allow, too."""
+"""Most likely tokens to tell of each position; OpenAI's chat completions have the same limit."""
 _ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
 MAX_PROMPTS = 1024
 """Prompts of one request; more than any server takes."""
@@ -190,7 +190,7 @@ class TextRequest:
     """`messages`, and those of MESSAGES_FIELDS that are stated."""
     prompt: str | list[str] | None = None
     input_ids: list[list[int]] | None = None
-    """Of each prompt."""
+    """Token ids of each prompt."""
     top_logprobs: int | None = None
     """Log-probabilities to tell of each token beside its own; None: no log-probabilities."""
     echo: bool = False
@@ -202,7 +202,7 @@ class TextRequest:
     timing: bool = False
     """The answer says how long its parts took."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the body calls what has another name at the server."""
+    """Names of the body's fields by their names at the server, where the two differ."""
 
     @property
     def source(self) -> str:

@@ -23,13 +23,13 @@ QKV_PARTS = 3
 
 
 class NormKind(IntEnum):
-    """Of queries and keys; the same of elementwise.h."""
+    """How queries and keys are normalised; `NormKind` of elementwise.h."""
 
     EACH_HEAD = 0
     ALL_HEADS = 1
-    """Of a token's queries, and of its keys."""
+    """One norm over all heads of a token's queries together, and one over those of its keys."""
     BEHIND_ROPE = 2
-    """Of each head, behind the rotary embedding."""
+    """A norm of each head, after the rotary embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,11 @@ class DecoderLayerWeights:
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     norm_kind: NormKind
-    """Of these two."""
+    """Kind of `query_norm` and `key_norm`."""
     out: PackedLinear
     attention_output_norm: torch.Tensor | None
-    """Of what is added, as the one of the feed-forward."""
+    """Norm of attention's output, before it is added to the residual stream. `feed_forward_output_norm` is
+    that of the feed-forward's output."""
     feed_forward_norm: torch.Tensor | None
     feed_forward: FeedForwardWeights | ExpertsWeights
     feed_forward_output_norm: torch.Tensor | None
@@ -75,7 +76,7 @@ class DecoderLayerWeights:
     sinks: torch.Tensor | None
     """float32 [num_heads]."""
     output_factor: float
-    """Of what is added."""
+    """Factor of attention's output and of the feed-forward's, before each is added to the residual stream."""
     sliding_window: int | None
     has_other_rotations: bool
     scales_queries: bool
@@ -94,7 +95,8 @@ class PartAdapters(Protocol):
 
 
 class LayerAdapters(NamedTuple):
-    """Those of each product's parts, whose outputs lie behind each other; of experts there are none."""
+    """Adapters of a layer's products: for each product those of its parts, in the order of the parts'
+    outputs. Experts have no adapters."""
 
     qkv: Sequence[PartAdapters]
     out: Sequence[PartAdapters]

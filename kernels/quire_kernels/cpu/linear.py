@@ -28,7 +28,7 @@ _SCALE_TYPES = {
     torch.bfloat16: ScaleType.BFLOAT16,
 }
 TABLE_ZERO = 128
-"""What is added to the numbers of a table, which have no sign in the kernels."""
+"""Number added to a table's values, and to `zero`: the kernels read the values as unsigned bytes."""
 ACTIVATIONS = {
     None: Activation.NONE,
     "silu": Activation.SILU,
@@ -94,7 +94,8 @@ class NativeLinear:
         self.struct.data = self._data.data_ptr()
         self.nbytes = self._data.nbytes + self._scales.nbytes
         self.table: torch.Tensor | None = None
-        """Which the structure points into."""
+        """uint8 [16]: the values of a table plus TABLE_ZERO, kept here because `struct` points to them; None:
+        there is no table."""
 
     def state(self) -> dict[str, Any]:
         """All that `restored` needs, on this processor and with this library: values of JSON, and tensors."""
@@ -112,7 +113,7 @@ class NativeLinear:
 
     @classmethod
     def restored(cls, library: ctypes.CDLL, state: Mapping[str, Any]) -> NativeLinear:
-        """What `state` was taken of; its data must be aligned as `aligned_bytes` are."""
+        """The layer whose `state` this is; the data in it must be aligned as `aligned_bytes` are."""
         self = cls.__new__(cls)
         self.isa, self.library, self.dtype = state["isa"], library, getattr(torch, state["dtype"])
         self._data, self._scales, self._bias = state["data"], state["scales"], state["bias"]

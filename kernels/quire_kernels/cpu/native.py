@@ -38,7 +38,7 @@ class Format(IntEnum):
 
 
 class ScaleType(IntEnum):
-    """Of grouped weights; `ScaleType` of gemm.h."""
+    """Types of the scales of grouped weights; `ScaleType` of gemm.h."""
 
     FLOAT32 = 0
     FLOAT16 = 1
@@ -48,7 +48,7 @@ class ScaleType(IntEnum):
 
 
 class Activation(IntEnum):
-    """What the gate of a gated product goes through; `Activation` of gemm.h. NONE: the product is plain."""
+    """Activations of the gate in a gated product; `Activation` of gemm.h. NONE: the product is not gated."""
 
     NONE = 0
     SILU = 1

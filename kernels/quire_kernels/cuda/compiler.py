@@ -35,7 +35,7 @@ logger = logging.getLogger("quire_kernels")
 SOURCES = Path(__file__).with_name("src")
 INCLUDES = Path(__file__).with_name("include")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
-"""What `main` compiles for: A100, L40S and RTX 40, H100 and H200, B200."""
+"""Architectures that `main` compiles for if none is named: A100, L40S and RTX 40, H100 and H200, B200."""
 STANDARD = "c++17"
 
 
@@ -57,7 +57,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel needs of a multiprocessor, per thread or block."""
+    """Resources of a multiprocessor that a kernel needs, per thread or per block."""
 
     registers: int
     """32-bit, per thread."""

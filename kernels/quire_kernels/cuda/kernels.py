@@ -39,7 +39,7 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which block of the launch computes what, made on the device; shared by the layers of a step."""
+    """Work of each block of an attention launch, planned on the device and shared by the layers of a step."""
 
     items: torch.Tensor
     """int32 [num_items, 8]"""

@@ -170,7 +170,7 @@ def loaded(unit: Unit, kernel: str, device: int, shared_bytes: int = 0) -> ctype
 
 
 def loaded_resources(function: ctypes.c_void_p) -> Resources:
-    """What the driver says that a loaded kernel needs."""
+    """Resources that a loaded kernel needs, as the driver reports them."""
     values = []
     for attribute in (_REGISTERS, _LOCAL, _SHARED):
         value = ctypes.c_int()

@@ -23,13 +23,13 @@ logger = logging.getLogger("quire_kernels")
 MAX_ROWS = 64
 """Rows of x up to which the codes are read as they are; more are cuBLAS's, with weights widened for it."""
 CODES = {"int8": "INT8", "w8a8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
-"""What numbers.cuh calls quantisations."""
+"""Name of the codes of each quantisation in numbers.cuh (`Codes`)."""
 FLOAT8_CAPABILITY = (9, 0)
 """The first one whose products of fp8 take a scale for each row of both operands."""
 FLOAT8_MULTIPLE = 16
-"""What both sizes of a matrix are multiples of in such products."""
+"""Number of which both sizes of a matrix are multiples in products of fp8 by fp8."""
 _MAX_TOKENS = 32
-"""Of one launch."""
+"""Most tokens, rows of x, that one launch computes."""
 # As linear.cu has them.
 _WARPS, _WIDEN_WARPS, _WIDEN_TILES = 4, 8, 4
 _GROUP = 32
@@ -38,7 +38,8 @@ _MIN_TILES = 4
 """Tiles of inputs that a warp has at least, where inputs are cut into slices."""
 _BYTES = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
 _NIBBLES = torch.tensor([[0, 4, 1, 5], [2, 6, 3, 7]])
-"""Of eight inputs, those in eight bytes, and those in the low and the high halves of four."""
+"""Orders in which eight inputs lie in memory. `_BYTES` is that of codes of eight bits. `_NIBBLES` is that of
+codes of four bits: the inputs in the low halves of four bytes, then those in the high halves."""
 
 
 def pack(

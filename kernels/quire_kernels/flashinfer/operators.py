@@ -26,13 +26,13 @@ PRIORITY = 15
 """Preferred to the Triton language; CUDA C++, which leaves long queries to others, is preferred to this."""
 CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
-"""What FlashInfer compiles of both its kernels, for prompts and for single tokens."""
+"""Head sizes that FlashInfer compiles for both of its kernels, prefill and decode."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """What keeps FlashInfer from being used on this machine; None: nothing. Imports it, once."""
+    """The reason why FlashInfer cannot be used on this machine; None: it can. Imports FlashInfer, once."""
     if importlib.util.find_spec(MODULE) is None:
         return "flashinfer-python is not installed (pip install flashinfer-python==0.7.2.post1)"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:

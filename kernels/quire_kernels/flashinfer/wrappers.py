@@ -27,13 +27,14 @@ from quire_kernels.metadata import AttentionMetadata
 MODULE = "flashinfer"
 LAYOUT = "HND"
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends; it holds partial results within one call."""
+"""Bytes of FlashInfer's workspace, the size that it recommends. The workspace holds partial results within
+one call."""
 TENSOR_CORE_GROUPS = 4
 """Fewest query heads for a KV head with which single tokens are computed on tensor cores."""
 
 
 class Shape(NamedTuple):
-    """What a plan depends on beside the batch."""
+    """Facts that a plan depends on, apart from the batch."""
 
     num_heads: int
     num_kv_heads: int
@@ -62,7 +63,7 @@ class Shape(NamedTuple):
         return self.num_heads // self.num_kv_heads >= TENSOR_CORE_GROUPS
 
     def options(self) -> dict[str, Any]:
-        """What both wrappers' `plan` take under the same names."""
+        """Keyword arguments of `plan` that have the same names in both wrappers."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,

@@ -256,7 +256,8 @@ def _tiled(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `_decode`, of one sequence: blocks [max_blocks]."""
+    """Attention of a tile of one sequence's queries, one tile of keys after the other; arguments as of
+    `_decode`, but blocks [max_blocks]."""
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)
@@ -388,7 +389,7 @@ def _ranges(counts: _Ints) -> _Ints:
 
 
 def _mask(columns: _Ints, seen_from: _Ints, seen_to: _Ints, device: torch.device) -> torch.Tensor | None:
-    """What rows do not see of the columns, which are consecutive.
+    """Mask of the columns that each row does not see; columns are consecutive.
 
     Returns:
         float32 [len(seen_to), len(columns)]: 0 in the columns [seen_from, seen_to) of a row, else -inf; None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from quire_kernels.registry import implementation
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""Of clamped_swiglu."""
+"""Constants of clamped_swiglu: the factor of the gate within the sigmoid, and the limit of gate and up."""
 
 
 @implementation("rms_norm", "reference")

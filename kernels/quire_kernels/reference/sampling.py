@@ -25,7 +25,7 @@ _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array(
     [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
 )
-"""What Philox adds to the key before each round."""
+"""Sums that Philox has added to the two words of the key by each round: uint64 [10, 2, 1]."""
 
 
 def philox_uniform(seeds: _Words, positions: _Words) -> npt.NDArray[np.float64]:

@@ -46,7 +46,7 @@ PROGRAMS_PER_SM = 2
 INTERPRETED_PROGRAMS = 5
 MERGE_ROWS = 32
 TUNED_TOKENS = 4096
-"""Of the prompt that tiles of `_ragged_kernel` are timed with."""
+"""Tokens of the prompt with which tiles of `_ragged_kernel` are timed."""
 ASSIGN_ROWS = 1024
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -887,7 +887,7 @@ def _num_programs(device: torch.device) -> int:
 
 
 class _Shape(NamedTuple):
-    """What the kernels' machine code depends on, apart from the GPU."""
+    """Shape of a model's attention: all that the kernels' machine code depends on, apart from the GPU."""
 
     name: str
     num_kv_heads: int

@@ -53,7 +53,7 @@ class CompileCase:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What one kernel became on one architecture."""
+    """Result of compiling one kernel for one architecture."""
 
     name: str
     arch: str
@@ -71,7 +71,7 @@ class CompileResult:
 
     @property
     def problems(self) -> list[str]:
-        """What would keep it from running, or from running as it should."""
+        """Reasons why the kernel would not run, or would not run as it should; empty: there are none."""
         if self.error is not None:
             return [self.error]
         found = []

@@ -55,7 +55,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Device:
-    """What makes timings comparable."""
+    """Kind of device; timings are comparable only where it is the same."""
 
     name: str
     capability: tuple[int, int]
