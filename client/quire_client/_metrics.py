@@ -40,7 +40,7 @@ class Scrape:
         return cls(samples, time.monotonic())
 
     @classmethod
-    def of(cls, url: str, timeout_s: float = 10.0) -> Scrape:
+    def fetch(cls, url: str, timeout_s: float = 10.0) -> Scrape:
         """Fetches one; OSError where there is no answer.
 
         Args:

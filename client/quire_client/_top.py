@@ -42,7 +42,7 @@ def frame(now: Scrape, before: Scrape | None, address: str) -> str:
 def _engine(seen: Interval, engine: str) -> list[str]:
     now = seen.now
 
-    def of(name: str, **labels: str) -> int:
+    def total(name: str, **labels: str) -> int:
         return int(now.total(f"quire_{name}", engine=engine, **labels))
 
     names = sorted({labels.get("model", "") for labels, _ in now.of_name("quire_engine_info", engine=engine)})
@@ -51,21 +51,21 @@ def _engine(seen: Interval, engine: str) -> list[str]:
         for labels, value in now.of_name("quire_requests_waiting_for", engine=engine)
         if value
     ]
-    blocks = {state: of("kv_blocks", state=state) for state in ("free", "cached", "in_use", "pinned")}
+    blocks = {state: total("kv_blocks", state=state) for state in ("free", "cached", "in_use", "pinned")}
     num_blocks = max(blocks["free"] + blocks["cached"] + blocks["in_use"], 1)
     use = min(blocks["in_use"] / num_blocks, 1.0)
     queried = seen.grown("quire_prefix_queried_tokens_total", engine=engine)
     hits = seen.grown("quire_prefix_cached_tokens_total", engine=engine)
     return [
         f"engine {engine}  {', '.join(names)}",
-        f"  running {of('requests_running')}   waiting {of('requests_waiting')}"
+        f"  running {total('requests_running')}   waiting {total('requests_waiting')}"
         + (f" ({', '.join(reasons)})" if reasons else "")
-        + f"   last step {of('batch_rows')} rows, {of('batch_tokens')} tokens"
+        + f"   last step {total('batch_rows')} rows, {total('batch_tokens')} tokens"
         + f"   {_number(seen.rate('quire_steps_total', engine=engine))} steps/s",
         f"  KV [{'#' * round(_BAR * use):{_BAR}}] {use:4.0%} of {num_blocks} blocks"
         f"   {blocks['cached']} cached, {blocks['pinned']} pinned",
         f"  prefix hits {hits / queried if queried else 0:.0%}"
-        f"   preemptions {of('preemptions_total')}   restarts {of('engine_restarts_total')}",
+        f"   preemptions {total('preemptions_total')}   restarts {total('engine_restarts_total')}",
         "",
     ]
 

@@ -200,7 +200,7 @@ def top(url: str, interval: float, once: bool) -> None:
     before: Scrape | None = None
     while True:
         try:
-            now = Scrape.of(url)
+            now = Scrape.fetch(url)
         except (OSError, ValueError, HTTPException) as error:
             raise QuireClientError(f"{url}: {error}") from None
         # Home, the frame, and whatever was below it away: no flicker.
@@ -406,7 +406,7 @@ def openai_gateway(
     except ValueError as error:
         raise click.UsageError(f"--allow-image-host: {error}") from None
     try:
-        names = Names.of(served, CHAT_MODEL)
+        names = Names.parse(served, CHAT_MODEL)
     except ValueError as error:
         raise click.UsageError(f"--served-model-name: {error}") from None
     if (tls_cert is None) != (tls_key is None):

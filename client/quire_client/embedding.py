@@ -50,7 +50,7 @@ async def embed(
     under_way: deque[AsyncStream] = deque()
     chunks: list[Chunk] = []
 
-    async def take() -> None:
+    async def collect_next() -> None:
         stream = under_way.popleft()
         try:
             chunks.append(_only([chunk async for chunk in stream]))
@@ -76,9 +76,9 @@ async def embed(
             under_way.append(stream)
             await stream.start()
             if len(under_way) == MAX_OPEN:
-                await take()
+                await collect_next()
         while under_way:
-            await take()
+            await collect_next()
     finally:
         for stream in under_way:
             await stream.aclose()

@@ -239,7 +239,7 @@ def held(server: ServerProcess, model: str) -> Iterator[Callable[[], float]]:
     file = server.log.parent / "repository" / model / "held"
     file.touch()
     try:
-        yield lambda: Scrape.of(server.metrics_url, 60).total(
+        yield lambda: Scrape.fetch(server.metrics_url, 60).total(
             "nv_inference_pending_request_count", model=model
         )
     finally:

@@ -97,7 +97,7 @@ def watch(url: str, model: str, inputs: dict[str, Any], **options: Any) -> Seen:
 
 
 def scrape(server: ServerProcess) -> Scrape:
-    return Scrape.of(server.metrics_url, WAIT_S)
+    return Scrape.fetch(server.metrics_url, WAIT_S)
 
 
 def scrape_until(server: ServerProcess, is_so: Callable[[Scrape], bool]) -> Scrape:

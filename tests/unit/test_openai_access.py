@@ -123,12 +123,12 @@ def test_a_key_has_so_many_tokens_a_minute(
 def test_a_bucket_holds_no_more_than_a_minute_s_tokens(clock: list[float]) -> None:
     budget = Budget(60)
     clock[0] += 3600
-    budget.take(60)
+    budget.spend(60)
     assert budget.retry_after == 1
     budget.set_rate(600)
     clock[0] += 1
     assert budget.retry_after == 0
-    budget.take(110)
+    budget.spend(110)
     assert budget.retry_after == 11
 
 
@@ -316,7 +316,7 @@ def test_a_debt_is_paid_at_the_rate_of_its_time(monkeypatch: pytest.MonkeyPatch)
     now = [1000.0]
     monkeypatch.setattr(keys_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     budget = Budget(60)
-    budget.take(120)
+    budget.spend(120)
     assert budget.retry_after == 61
     now[0] += 30
     budget.set_rate(600)

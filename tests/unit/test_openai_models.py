@@ -29,7 +29,7 @@ def server() -> Iterator[FakeKServe]:
 
 @pytest.fixture(scope="module")
 def base(server: FakeKServe) -> Iterator[str]:
-    names = Names.of(["gpt-4o", "words=generator"], "chat")
+    names = Names.parse(["gpt-4o", "words=generator"], "chat")
     with gateway(GatewaySettings(server.url, names=names)) as url:
         yield url
 

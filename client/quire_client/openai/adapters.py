@@ -38,7 +38,7 @@ class Adapters:
     def __init__(self) -> None:
         self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()
 
-    async def of(self, client: AsyncClient) -> Mapping[str, Adapter]:
+    async def list_adapters(self, client: AsyncClient) -> Mapping[str, Adapter]:
         """The adapters of one server by their names."""
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if time.monotonic() - when >= LISTED_S:
@@ -66,7 +66,7 @@ class Adapters:
             try:
                 return await client._schema(name), None
             except NotFound:
-                found = dict(await self.of(client))
+                found = dict(await self.list_adapters(client))
                 if name not in found:
                     raise
         return await client._schema(found[name].parent), found[name]
@@ -82,7 +82,7 @@ class Adapters:
         name, path = body["lora_name"], body["lora_path"]
         for client in clients:
             self._listed.pop(client, None)
-            if not body.get("load_inplace") and name in await self.of(client):
+            if not body.get("load_inplace") and name in await self.list_adapters(client):
                 message = f"lora_name: the adapter {name!r} is loaded already; load_inplace replaces it"
                 raise RequestError(message, param="lora_name")
             await client.load_adapter(name, path, model=await _base(client, body))

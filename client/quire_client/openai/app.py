@@ -189,7 +189,7 @@ class _Gateway:
             for name, model in self._names.listed(schemas).items()
             if _is_text_model(schemas[model])
         }
-        for name, adapter in (await self.adapters.of(client)).items():
+        for name, adapter in (await self.adapters.list_adapters(client)).items():
             listed[name] = await client._schema(adapter.parent), adapter
         # At once, as each waits for its engine.
         data = await asyncio.gather(*(self._model(client, name, *one) for name, one in listed.items()))
@@ -207,12 +207,12 @@ class _Gateway:
         return await self.adapters.find(client, self._names.model_of(name))
 
     async def tokenize(self, request: Request) -> Any:
-        return await self._told(request, parse_tokenize, self._tokenize)
+        return await self._run_text_request(request, parse_tokenize, self._tokenize)
 
     async def detokenize(self, request: Request) -> Any:
-        return await self._told(request, parse_detokenize, self._detokenize)
+        return await self._run_text_request(request, parse_detokenize, self._detokenize)
 
-    async def _told(
+    async def _run_text_request(
         self,
         request: Request,
         parse: Callable[[Mapping[str, Any]], TextRequest],

@@ -92,7 +92,7 @@ class Hold:
             raise RequestError(
                 f"the body, with images fetched for it, is longer than {MAX_BODY_BYTES} bytes", status=413
             )
-        self._take(count)
+        self._reserve(count)
 
     def take_values(self, count: int) -> None:
         """Takes the memory of `count` values of JSON.
@@ -102,7 +102,7 @@ class Hold:
         """
         if count > MAX_VALUES:
             raise RequestError(f"the body has more than {MAX_VALUES} values")
-        self._take(count * _VALUE_BYTES)
+        self._reserve(count * _VALUE_BYTES)
 
     def take_text(self, num_bytes: int) -> None:
         """Takes what the texts of a body have in memory beyond the bytes that came.
@@ -110,7 +110,7 @@ class Hold:
         Raises:
             RequestError: more than there is room for (503).
         """
-        self._take(max(num_bytes - self._received, 0))
+        self._reserve(max(num_bytes - self._received, 0))
 
     @contextlib.contextmanager
     def coming(self, end: Callable[[], object]) -> Iterator[None]:
@@ -121,7 +121,7 @@ class Hold:
         finally:
             self._intake.coming.pop(self, None)
 
-    def _take(self, count: int) -> None:
+    def _reserve(self, count: int) -> None:
         if not self._intake.has_room(count, self):
             raise RequestError(
                 "the gateway has no room for the request now", status=503, retry_after=RETRY_AFTER

@@ -71,7 +71,7 @@ class Budget:
         self._refill()
         return 0 if self._left > 0 else math.floor(-self._left / self._rate) + 1
 
-    def take(self, tokens: int) -> None:
+    def spend(self, tokens: int) -> None:
         self._refill()
         self._left -= tokens
 
@@ -120,7 +120,7 @@ class KeyRing:
         """Takes tokens that a request of the key has used."""
         budget = self._budget(key)
         if budget is not None:
-            budget.take(tokens)
+            budget.spend(tokens)
 
     def _budget(self, key: ApiKey) -> Budget | None:
         if key.tokens_per_minute is None:

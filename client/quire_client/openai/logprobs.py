@@ -22,7 +22,7 @@ class LogprobsFormat:
     num_top: int
     """Likely tokens to tell of each position."""
 
-    def of(
+    def format(
         self,
         answer: Iterable[list[Any]],
         prompt: list[Any] | None,
@@ -137,7 +137,7 @@ def prompt_entries(entries: list[Any] | None, num_top: int) -> list[Any] | None:
         ProtocolError: entries of another form.
     """
 
-    def told(entry: Any) -> dict[str, Any]:
+    def to_vllm(entry: Any) -> dict[str, Any]:
         texts = entry.get("tokens") or {}
         best = sorted((entry.get("top") or {}).items(), key=lambda item: -item[1])[:num_top]
         own = {"logprob": entry["logprob"], "rank": entry.get("rank"), "decoded_token": entry.get("token")}
@@ -148,7 +148,7 @@ def prompt_entries(entries: list[Any] | None, num_top: int) -> list[Any] | None:
         return {str(entry["token_id"]): own, **others}
 
     try:
-        return None if entries is None else [entry if entry is None else told(entry) for entry in entries]
+        return None if entries is None else [entry if entry is None else to_vllm(entry) for entry in entries]
     except (AttributeError, KeyError, TypeError):
         raise ProtocolError("output prompt_logprobs: entries must have token_id, logprob and top") from None
 

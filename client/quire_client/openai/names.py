@@ -19,7 +19,7 @@ class Names:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stated: Sequence[str], default: str) -> Names:
+    def parse(cls, stated: Sequence[str], default: str) -> Names:
         """Names as the command line states them.
 
         Args:

@@ -130,7 +130,7 @@ class ReplyFormat:
             prompts = result.prompt_logprobs
             prompt = prompts[choice.batch_index] if choice.batch_index < len(prompts) else None
             echoed = self.echoed[choice.batch_index] if choice.batch_index < len(self.echoed) else None
-            logprobs = self.logprobs.of(choice.logprobs, prompt, choice.text, 0, echoed)
+            logprobs = self.logprobs.format(choice.logprobs, prompt, choice.text, 0, echoed)
         whole: dict[str, Any] = {"index": self.index_of(choice), "logprobs": logprobs}
         if self.is_chat:
             content = choice.text if choice.text or not choice.tool_calls else None
@@ -177,7 +177,7 @@ class ReplyFormat:
                 content["tool_calls"] = list(chunk.tool_calls)
         logprobs = None
         if self.logprobs is not None and (chunk.logprobs or chunk.prompt_logprobs):
-            logprobs = self.logprobs.of(
+            logprobs = self.logprobs.format(
                 (chunk.logprobs or [],), chunk.prompt_logprobs, chunk.text, num_characters
             )
         tells_ids = self.returns_token_ids and bool(chunk.token_ids)
