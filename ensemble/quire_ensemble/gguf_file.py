@@ -193,7 +193,7 @@ class _Head:
         self._path = path
         self._file, self._size = file, os.fstat(file.fileno()).st_size
         self._read, self._at, self._num_values = bytearray(), 0, 0
-        magic = self._take(len(_MAGIC))
+        magic = self._read_bytes(len(_MAGIC))
         if magic != _MAGIC:
             raise GGUFError(f"begins with {magic!r}, not with {_MAGIC!r}")
         version = self._scalar("I")
@@ -213,7 +213,7 @@ class _Head:
         if len(self.tensors) < len(found):
             raise GGUFError("holds two tensors of one name")
 
-    def _take(self, num_bytes: int) -> bytes:
+    def _read_bytes(self, num_bytes: int) -> bytes:
         begin = self._at
         self._fill(begin + num_bytes)
         self._at = begin + num_bytes
@@ -232,10 +232,10 @@ class _Head:
             raise GGUFError("has been truncated while it was read")
 
     def _scalar(self, letter: str) -> Any:
-        return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
+        return struct.unpack("<" + letter, self._read_bytes(struct.calcsize("<" + letter)))[0]
 
     def _string(self) -> str:
-        return _text(self._take(self._scalar("Q")))
+        return _text(self._read_bytes(self._scalar("Q")))
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -253,7 +253,7 @@ class _Head:
         if of not in _SCALARS:
             raise GGUFError(f"holds an array of the unknown type {of}")
         letter = "<" + _SCALARS[of]
-        return np.frombuffer(self._take(count * struct.calcsize(letter)), letter).tolist()
+        return np.frombuffer(self._read_bytes(count * struct.calcsize(letter)), letter).tolist()
 
     def _strings(self, count: int) -> list[str]:
         """The next strings; vocabularies have some 100 000, so it does by hand what `_string` does."""

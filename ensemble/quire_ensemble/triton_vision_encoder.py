@@ -45,7 +45,7 @@ class EncoderOptions:
     allow_pickle: bool = False
 
     @staticmethod
-    def of(parameters: Mapping[str, str]) -> EncoderOptions:
+    def from_parameters(parameters: Mapping[str, str]) -> EncoderOptions:
         """The options that a model's parameters state.
 
         Raises:
@@ -96,7 +96,7 @@ class VisionEncoderModel(EnsembleModel):
     cache: EncoderCache
 
     def _load(self, checkpoint: Path, parameters: Mapping[str, str], args: Mapping[str, str]) -> None:
-        options = EncoderOptions.of(parameters)
+        options = EncoderOptions.from_parameters(parameters)
         # Before torch is imported: threads that spin for long take the cores that decoding needs.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from quire_ensemble.vision_tower import VisionTower, choose_device

@@ -75,7 +75,7 @@ class SamplingTensors:
     edits: LogitEdits | None = None
     """None: no row has any."""
 
-    def take(self, index: torch.Tensor) -> SamplingTensors:
+    def select_rows(self, index: torch.Tensor) -> SamplingTensors:
         """The entries of the rows `index`, int64, without their edits."""
         columns = {name: value for name, value in vars(self).items() if name != "edits" and value is not None}
         return SamplingTensors(**{name: value[index] for name, value in columns.items()})

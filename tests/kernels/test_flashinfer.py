@@ -146,7 +146,7 @@ def test_the_host_does_not_wait_for_the_device() -> None:
     meta = make_case(BATCHES["mixed"], head_dim=64, block_size=16).meta
     meta = dataclasses.replace(meta, block_table=meta.block_table.to("meta"))
     for window in (None, 19):
-        pages = wrappers.Pages.of(meta, 16, window)
+        pages = wrappers.Pages.from_metadata(meta, 16, window)
         assert [one.device.type for one in pages] == ["cpu", "cpu", "meta", "cpu", "cpu"]
         assert len(pages.indices) == pages.starts[-1]
 
@@ -195,7 +195,7 @@ def test_a_wrapper_whose_plan_is_not_on_the_device_yet_is_left_alone(flashinfer:
     attend(case)
     assert len(flashinfer.calls.made) == 1 and len(pool) == 1
     busy.query = lambda: True
-    assert wrappers._take(pool) is not None and not pool
+    assert wrappers._pop_free(pool) is not None and not pool
 
 
 def test_a_wrapper_made_in_inference_mode_serves_outside_of_it(flashinfer: ModuleType) -> None:

@@ -22,8 +22,8 @@ from tests.kernels.test_paged_attention import dense, make_case
 
 H200 = Device("NVIDIA H200", (9, 0))
 SHAPE = {"width": 128, "groups": 4, "dtype": "bfloat16"}
-DEFAULT = Config.of(4, 3, BLOCK=64)
-CANDIDATES = [Config.of(4, 3, BLOCK=32), Config.of(8, 4, BLOCK=128), Config.of(8, 5, BLOCK=256)]
+DEFAULT = Config.build(4, 3, BLOCK=64)
+CANDIDATES = [Config.build(4, 3, BLOCK=32), Config.build(8, 4, BLOCK=128), Config.build(8, 5, BLOCK=256)]
 
 
 class Clock:
@@ -110,7 +110,7 @@ tuner = Tuner(Path(sys.argv[1]), Device("NVIDIA H200", (9, 0)), "3.6.0", lambda 
 with tuning.warm_up():
     for i in range(int(sys.argv[3])):
         key = kernel_key("attention", "a", {"rows": i})
-        tuner.choose(key, Config.of(4, 3, BLOCK=64), lambda: [Config.of(8, 3, BLOCK=128)], run)
+        tuner.choose(key, Config.build(4, 3, BLOCK=64), lambda: [Config.build(8, 3, BLOCK=128)], run)
 assert "triton" not in sys.modules
 print(tuner.num_timed)
 """
@@ -201,7 +201,7 @@ def test_nothing_is_timed_outside_warm_up(tmp_path: Path, monkeypatch: pytest.Mo
 def test_where_nothing_runs_the_default_stays_and_is_not_kept(tmp_path: Path) -> None:
     clock = Clock()
     tuner = Tuner(tmp_path, H200, "3.6.0", clock, (MemoryError,))
-    bad = Config.of(4, 3, BLOCK=256)
+    bad = Config.build(4, 3, BLOCK=256)
     with tuning.warm_up():
         assert tuner.choose(kernel_key("attention", "a", SHAPE), bad, lambda: [bad], clock.run) is bad
     assert not list(tmp_path.iterdir())

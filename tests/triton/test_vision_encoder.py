@@ -304,7 +304,7 @@ def test_a_wrong_parameter_fails_the_load_with_one_line(
 
 
 def test_options_are_those_of_the_tower_and_their_defaults() -> None:
-    assert EncoderOptions.of({}) == EncoderOptions()
+    assert EncoderOptions.from_parameters({}) == EncoderOptions()
     stated = {
         "checkpoint": "x",
         "device": "cpu",
@@ -316,7 +316,7 @@ def test_options_are_those_of_the_tower_and_their_defaults() -> None:
         "allow_pickle": "true",
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
     }
-    assert EncoderOptions.of(stated) == EncoderOptions(
+    assert EncoderOptions.from_parameters(stated) == EncoderOptions(
         device="cpu",
         dtype="bfloat16",
         cache_bytes=0,

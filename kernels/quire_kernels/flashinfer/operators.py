@@ -112,7 +112,7 @@ def paged_attention(
 ) -> torch.Tensor | None:
     """See `ops.paged_attention`; None for a batch that FlashInfer fails to plan."""
     assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
-    shape = Shape.of(query, kv_layer, scale, sliding_window, softcap)
+    shape = Shape.from_tensors(query, kv_layer, scale, sliding_window, softcap)
     plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))
     return None if plan is None else plan.run(query, kv_layer)
 

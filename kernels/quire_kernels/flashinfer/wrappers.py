@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     softcap: float | None
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         query: torch.Tensor,
         kv_layer: torch.Tensor,
@@ -96,7 +96,7 @@ class Pages(NamedTuple):
     """int32 [num_seqs], host: tokens in all pages of a sequence"""
 
     @classmethod
-    def of(cls, meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> Pages:
+    def from_metadata(cls, meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> Pages:
         """Leaves out blocks that no new token sees."""
         device, table = meta.block_table.device, meta.block_table
         query_lens, seq_lens = np.array(meta.query_lens), np.array(meta.seq_lens_list)
@@ -172,11 +172,11 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
     Steps on a device are in one stream, or in streams that wait for each other: the workspace is shared, and
     what a plan has on the device is overwritten by a later one's.
     """
-    pages = Pages.of(meta, shape.block_size, shape.sliding_window)
+    pages = Pages.from_metadata(meta, shape.block_size, shape.sliding_window)
     is_decode = meta.max_query_len == 1
     device = pages.indices.device
     pool = _pool(device, is_decode, is_decode and shape.uses_tensor_cores)
-    slot = _take(pool) or _Slot(_make_wrapper(device, is_decode, is_decode and shape.uses_tensor_cores))
+    slot = _pop_free(pool) or _Slot(_make_wrapper(device, is_decode, is_decode and shape.uses_tensor_cores))
     if is_decode:
         slot.wrapper.plan(
             indptr=pages.starts,
@@ -205,7 +205,7 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
     return plan
 
 
-def _take(pool: deque[_Slot]) -> _Slot | None:
+def _pop_free(pool: deque[_Slot]) -> _Slot | None:
     """The wrapper that has been free for longest; None if the device has yet to come to the plans of all.
 
     Steps that are launched ahead must not wait for it: there are as many wrappers as plans under way.

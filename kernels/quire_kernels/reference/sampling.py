@@ -144,7 +144,7 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     best, drawn = _index(~draws, logits), _index(draws, logits)
     token_ids[best] = ops.argmax(logits[best])
-    token_ids[drawn] = _draw(logits[drawn], rows.take(drawn))
+    token_ids[drawn] = _draw(logits[drawn], rows.select_rows(drawn))
     return token_ids
 
 
@@ -179,7 +179,7 @@ def filter_scores(
     ks, masses = _numbers(top_k), _numbers(top_p)
     ranked = (ks > 0) | (masses < 1)
     if ranked.any():
-        part = _take(scores, ranked)
+        part = _select_rows(scores, ranked)
         _filter_ranked(part, ks[ranked], masses[ranked])
         _put(scores, ranked, part)
     if _numbers(min_p).any():
@@ -188,7 +188,7 @@ def filter_scores(
     if typical_p is not None:
         masses = _numbers(typical_p)
         typical = masses < 1
-        part = _take(scores, typical)
+        part = _select_rows(scores, typical)
         _filter_typical(part, masses[typical])
         _put(scores, typical, part)
 
@@ -211,7 +211,7 @@ def _filter_ranked(scores: torch.Tensor, ks: npt.NDArray[Any], masses: npt.NDArr
 
     cut = masses < 1
     if cut.any():
-        part, top = _take(scores, cut), _take(top, cut)
+        part, top = _select_rows(scores, cut), _select_rows(top, cut)
         total = part.logsumexp(dim=-1, keepdim=True)
         probs = (part - total).exp()
         threshold = _mass_threshold(part, top, (top - total).exp(), probs, masses[cut])
@@ -329,12 +329,12 @@ def _index(which: npt.NDArray[np.bool_], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(which.nonzero()[0]).to(like.device)
 
 
-def _take(rows: torch.Tensor, which: npt.NDArray[np.bool_]) -> torch.Tensor:
+def _select_rows(rows: torch.Tensor, which: npt.NDArray[np.bool_]) -> torch.Tensor:
     """The rows for which it holds: a copy, or where it holds for all, `rows`."""
     return rows if which.all() else rows.index_select(0, _index(which, rows))
 
 
 def _put(rows: torch.Tensor, which: npt.NDArray[np.bool_], part: torch.Tensor) -> None:
-    """Puts what `_take` returned back."""
+    """Puts what `_select_rows` returned back."""
     if part is not rows:
         rows[_index(which, rows)] = part

@@ -701,7 +701,7 @@ def _ragged_key(
 
 
 def _as_config(tiles: Tiles) -> tuning.Config:
-    return tuning.Config.of(tiles.num_warps, tiles.num_stages, ROWS=tiles.rows, KEYS=tiles.keys)
+    return tuning.Config.build(tiles.num_warps, tiles.num_stages, ROWS=tiles.rows, KEYS=tiles.keys)
 
 
 def _as_tiles(config: tuning.Config) -> Tiles:

@@ -40,7 +40,7 @@ class Config:
     num_stages: int = 3
 
     @classmethod
-    def of(cls, num_warps: int, num_stages: int, **constants: int) -> Config:
+    def build(cls, num_warps: int, num_stages: int, **constants: int) -> Config:
         """The same with the constants by keyword."""
         return cls(tuple(sorted(constants.items())), num_warps, num_stages)
 
@@ -167,7 +167,7 @@ class Tuner:
         if data is None:
             return None
         stored = json.loads(data)
-        return Config.of(stored["num_warps"], stored["num_stages"], **stored["constants"])
+        return Config.build(stored["num_warps"], stored["num_stages"], **stored["constants"])
 
     def _write(self, key: str, config: Config, seconds: float) -> None:
         entry = {
