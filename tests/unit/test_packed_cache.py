@@ -266,11 +266,11 @@ def test_a_link_that_another_link_names_is_part_of_what_a_file_is(copy: Path, tm
     inner = tmp_path / "inner" / "checkpoint"
     inner.symlink_to(copy)
     (tmp_path / "outer" / "checkpoint").symlink_to(inner)
-    before = identity.FileIdentity.of(str(tmp_path / "outer" / "checkpoint"))
-    assert before.files and before == identity.FileIdentity.of(str(tmp_path / "outer" / "checkpoint"))
+    before = identity.FileIdentity.from_path(str(tmp_path / "outer" / "checkpoint"))
+    assert before.files and before == identity.FileIdentity.from_path(str(tmp_path / "outer" / "checkpoint"))
     (tmp_path / "inner" / "new").symlink_to(copy)
     (tmp_path / "inner" / "new").rename(inner)
-    assert identity.FileIdentity.of(str(tmp_path / "outer" / "checkpoint")) != before
+    assert identity.FileIdentity.from_path(str(tmp_path / "outer" / "checkpoint")) != before
 
 
 @pytest.mark.parametrize("of", ["_code_digest", "_version"])

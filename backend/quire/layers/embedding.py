@@ -81,9 +81,9 @@ class Embedding(nn.Module):
 
     def pack(self) -> None:
         """Brings the loaded tensors into the form that computes."""
-        self.take(self.tensors.pack(None), self._kept_table())
+        self.set_packed(self.tensors.pack(None), self._kept_table())
 
-    def take(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
+    def set_packed(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
         """Computes with what `pack` made of the same tensors before."""
         self.packed, self.table = packed, table
         del self.tensors

@@ -152,9 +152,9 @@ class Linear(nn.Module):
             for tensor in self.tensors.stored():
                 if tensor.name.endswith(".bias"):
                     tensor.memory.zero_()  # the first rank adds it
-        self.take(self.tensors.pack(self.activation))
+        self.set_packed(self.tensors.pack(self.activation))
 
-    def take(self, packed: PackedLinear) -> None:
+    def set_packed(self, packed: PackedLinear) -> None:
         """Computes with what `pack` made of the same tensors before."""
         self.packed = packed
         del self.tensors

@@ -227,8 +227,8 @@ class _Config:
             if side not in sides:
                 raise CheckpointError(f"{self.file.parent}: {target.name} lacks its lora_{side}")
         module = sides["A"].name.removeprefix("base_model.model.").rpartition(".lora_A")[0]
-        rank = self._of(self._ranks, module, self._rank)
-        alpha = self._of(self._alphas, module, self._alpha)
+        rank = self._pattern_value(self._ranks, module, self._rank)
+        alpha = self._pattern_value(self._alphas, module, self._alpha)
         if rank > max_rank:
             raise self._error(f"rank {rank} of {target.name} exceeds max_lora_rank {max_rank}")
         shapes = {"A": [rank, target.in_features], "B": [target.out_features, rank]}
@@ -268,7 +268,7 @@ class _Config:
                 raise self._error("target_modules and exclude_modules must be a text or a list of texts")
             return any(module == one or module.endswith(f".{one}") for one in wanted)
 
-    def _of(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    def _pattern_value(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         """The first pattern's that an end of the module's name matches, as PEFT takes it."""
         for pattern, value in patterns.items():
             if module.endswith(f".{pattern}") or self._match(rf"(?:.*\.)?(?:{pattern})", module):

@@ -44,7 +44,7 @@ class FileIdentity(NamedTuple):
     in their place and taken away again leaves its trace there."""
 
     @classmethod
-    def of(cls, path: str) -> FileIdentity:
+    def from_path(cls, path: str) -> FileIdentity:
         """Identity of the files of a directory or GGUF file; empty where there are none."""
         files, places = [], dict[Path, tuple[int, int]]()
         for file in checkpoint_files(path):

@@ -101,7 +101,7 @@ def load_model(
         ConfigError: the checkpoint's shapes do not allow the quantisation, or so many ranks.
     """
     state = checkpoint_state(config.model)
-    cache = PackedCache.of(config, device)
+    cache = PackedCache.from_config(config, device)
     entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check, ranks=ranks)
     model, files = empty.model, empty.files
@@ -114,7 +114,7 @@ def load_model(
         weight_bytes = model.pack()
     else:
         begin, packing = time.monotonic(), _Packing(model, with_digest)
-        fill_weights(model, files.tensors(), files.source, packing.take)
+        fill_weights(model, files.tensors(), files.source, packing.on_filled)
         if checkpoint_state(config.model) != state:
             raise CheckpointError(f"{files.source}: the checkpoint changed while it was read: load it again")
         weight_bytes, weights_digest = model.finish(), packing.weights_digest()
@@ -229,7 +229,7 @@ class _Packing:
         self.seconds = 0.0
         """Seconds that packing has taken."""
 
-    def take(self, name: str, memory: torch.Tensor) -> None:
+    def on_filled(self, name: str, memory: torch.Tensor) -> None:
         """A tensor is there; its memory may be gone afterwards."""
         if self._with_digest:
             self._digests[name] = _digest(name, memory)
@@ -262,7 +262,7 @@ def fill_weights(
     model: DecoderModel,
     tensors: Iterable[NamedTensor],
     source: Path,
-    take: Callable[[str, torch.Tensor], None] = lambda name, memory: None,
+    on_filled: Callable[[str, torch.Tensor], None] = lambda name, memory: None,
 ) -> None:
     """Reads tensors into the model, converting type and device on the way.
 
@@ -270,14 +270,15 @@ def fill_weights(
         model: its `weights()` say what is needed.
         tensors: of the checkpoint, in any order.
         source: file named in complaints about missing tensors.
-        take: called with the name and memory of each of `weights()` that is filled, which is held no longer.
+        on_filled: called with the name and memory of each of `weights()` that is filled, which is held no
+            longer.
 
     Raises:
         CheckpointError: a shape differs, tensors are missing, or there are some the model has no place for.
     """
     with torch.no_grad():
         for name, memory in _filled(model, tensors, source):
-            take(name, memory)
+            on_filled(name, memory)
 
 
 def _filled(

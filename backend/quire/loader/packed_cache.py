@@ -113,7 +113,7 @@ class PackedCache:
         self.directory, self.limit = directory, limit
 
     @classmethod
-    def of(cls, config: ModelConfig, device: torch.device) -> PackedCache | None:
+    def from_config(cls, config: ModelConfig, device: torch.device) -> PackedCache | None:
         """The cache for a model; None: it is not to have one, or no directory lasts."""
         if not config.packed_weights_size or config.load_format == "dummy" or device.type != "cpu":
             return None
@@ -203,7 +203,7 @@ class PackedEntry:
 
     def __init__(self, cache: PackedCache, config: ModelConfig) -> None:
         self._cache, self._config = cache, config
-        self._seen_ns, self._before = time.time_ns(), FileIdentity.of(config.model)
+        self._seen_ns, self._before = time.time_ns(), FileIdentity.from_path(config.model)
 
     def key(self, model: DecoderModel) -> str:
         """Stands for all that decides what the weights of an empty model become."""
@@ -225,16 +225,16 @@ class PackedEntry:
             kept; None: nothing is kept, or not the digest asked for, and the model is still empty.
         """
         tree = self._cache.read(self.key(model))
-        if tree is None or FileIdentity.of(self._config.model) != self._before:
+        if tree is None or FileIdentity.from_path(self._config.model) != self._before:
             return None
         if with_digest and not tree["weights_digest"]:
             return None
         for name, module in model.packed_modules():
             kept = tree["modules"][name]
             if isinstance(module, Embedding):
-                module.take(_restored(kept["packed"]), kept["table"])
+                module.set_packed(_restored(kept["packed"]), kept["table"])
             else:
-                module.take(_restored(kept["packed"]))
+                module.set_packed(_restored(kept["packed"]))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(tree["parameters"][name])
@@ -246,7 +246,7 @@ class PackedEntry:
         read from may not have been the same all the time."""
         newest = max((max(file[3:5]) for file in self._before.files), default=0)
         is_settled = newest < self._seen_ns - _SETTLED_NS
-        if not is_settled or FileIdentity.of(self._config.model) != self._before:
+        if not is_settled or FileIdentity.from_path(self._config.model) != self._before:
             return None
         modules = {}
         for name, module in model.packed_modules():

@@ -24,13 +24,13 @@ class Grid:
 
     def codes(self, weight: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
         """float32 whole numbers, the nearest to weight [out_features, columns of the matrix, or one]."""
-        scales, zeros = self._of(columns)
+        scales, zeros = self._columns_of(columns)
         most = 2 ** (self.bits - 1)
         return (weight / scales + zeros).round_().clamp_(-most, most - 1)
 
     def values(self, codes: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
         """Weights that the codes stand for, float32; arguments and shape as in `codes`."""
-        scales, zeros = self._of(columns)
+        scales, zeros = self._columns_of(columns)
         return (codes - zeros) * scales
 
     def per_column(self, in_features: int) -> Grid:
@@ -41,7 +41,7 @@ class Grid:
 
         return Grid(spread(self.scales), None if self.zeros is None else spread(self.zeros), self.bits)
 
-    def _of(self, columns: slice | torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def _columns_of(self, columns: slice | torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor | int]:
         return self.scales[:, columns], 0 if self.zeros is None else self.zeros[:, columns]
 
 
