@@ -61,8 +61,8 @@ def decode(core: EngineCore, limits: Roofline, points: list[tuple[int, int]]) ->
             records.append({"running": running, "context": context, "skipped": "the KV cache is too small"})
             continue
         runner.timeline = Timeline(runner.device, enabled=True)
-        point = growth.measure(core, watch, running, context, NUM_STEPS, runner.timeline.take)
-        steps = runner.timeline.take()
+        point = growth.measure(core, watch, running, context, NUM_STEPS, runner.timeline.pop_step_times)
+        steps = runner.timeline.pop_step_times()
         runner.timeline = Timeline(runner.device, enabled=False)
         records.append(
             asdict(point)

@@ -21,7 +21,7 @@ def _share(device: torch.device) -> DeviceMemory:
     return DeviceMemory(SHARE)
 
 
-DeviceMemory.of = staticmethod(_share)  # type: ignore[method-assign,assignment]
+DeviceMemory.measure = staticmethod(_share)  # type: ignore[method-assign,assignment]
 
 
 @pytest.hookimpl(trylast=True)

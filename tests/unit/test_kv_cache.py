@@ -137,7 +137,7 @@ def test_the_pool_on_a_gpu_is_a_share_of_what_is_visible(
         bytes_per_block=2**30,
         blocks_per_sequence=1,
         max_model_len=16,
-        memory=DeviceMemory.of(torch.device("cuda")),
+        memory=DeviceMemory.measure(torch.device("cuda")),
     )
     assert found == num_blocks
 
@@ -178,7 +178,7 @@ def test_the_pool_must_hold_the_blocks_of_all_groups(cache: CacheConfig, num_blo
             bytes_per_block=1000,
             blocks_per_sequence=blocks_per_sequence,
             max_model_len=160,
-            memory=DeviceMemory.of(torch.device("cpu")),
+            memory=DeviceMemory.measure(torch.device("cpu")),
         )
 
     assert count(50) == num_blocks

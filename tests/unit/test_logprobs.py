@@ -177,13 +177,15 @@ def test_top_logprobs_of_rows_alone_and_together() -> None:
     """Bit-equal, and the larger number that another row asks for changes nothing."""
     logits = torch.randn(16, 5000, generator=torch.Generator().manual_seed(1)) * 4
     chosen = torch.arange(16) * 7
-    together = TopLogprobs.of(logits, chosen, 8)
+    together = TopLogprobs.compute(logits, chosen, 8)
     for i in range(16):
-        alone = TopLogprobs.of(logits[i : i + 1], chosen[i : i + 1], i % 5)
+        alone = TopLogprobs.compute(logits[i : i + 1], chosen[i : i + 1], i % 5)
         assert torch.equal(alone.logprobs[0], together.logprobs[i, : 1 + i % 5])
         assert torch.equal(alone.token_ids[0], together.token_ids[i, : 1 + i % 5])
         assert alone.ranks[0] == together.ranks[i] == 1 + (logits[i] > logits[i, chosen[i]]).sum()
-    assert TopLogprobs.of(logits[:, :3], chosen.clamp(max=2), 64).token_ids.shape == (16, 4), "all there are"
+    assert TopLogprobs.compute(logits[:, :3], chosen.clamp(max=2), 64).token_ids.shape == (16, 4), (
+        "all there are"
+    )
 
 
 KINDS: list[dict[str, Any]] = [

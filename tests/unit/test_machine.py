@@ -157,7 +157,7 @@ def test_the_pool_and_the_host_tier_keep_to_what_is_available(monkeypatch: pytes
             bytes_per_block=MIB,
             blocks_per_sequence=10,
             max_model_len=160,
-            memory=kv_cache.DeviceMemory.of(torch.device("cpu")),
+            memory=kv_cache.DeviceMemory.measure(torch.device("cpu")),
         )
 
     assert num_blocks() == 25

@@ -91,7 +91,7 @@ def predict(
         ranks=ranks,
     ).model
     draft = _empty_draft(config, model.config, device) if config.model.draft_model else None
-    layout = KVLayout.of(config, model, draft)
+    layout = KVLayout.from_config(config, model, draft)
     weight_bytes = model.packed_bytes(device_type) + slot_bytes(model, config.adapters)
     if draft is not None:
         weight_bytes += draft.packed_bytes(device_type)

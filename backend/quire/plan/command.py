@@ -100,7 +100,7 @@ def _document(
             free, total = memory, memory if device == "cuda" else None
         else:
             place = resolve_device(device or config.model.device)
-            device, now = place.type, DeviceMemory.of(place)
+            device, now = place.type, DeviceMemory.measure(place)
             free, total = now.free, now.total
         host = config.cache.host_cache_memory
         if total is None and host > free:

@@ -44,7 +44,7 @@ class DeviceMemory:
     """Bytes that a GPU has in all; None: the memory is the host's."""
 
     @classmethod
-    def of(cls, device: torch.device, num_ranks: int = 1) -> DeviceMemory:
+    def measure(cls, device: torch.device, num_ranks: int = 1) -> DeviceMemory:
         """Memory as it is now: a GPU's, or on the host an equal share for each rank of what is available."""
         if device.type == "cuda":
             return cls(*torch.cuda.mem_get_info(device))
@@ -122,7 +122,9 @@ class KVLayout:
     draft model."""
 
     @classmethod
-    def of(cls, config: EngineConfig, model: DecoderModel, draft: DecoderModel | None = None) -> KVLayout:
+    def from_config(
+        cls, config: EngineConfig, model: DecoderModel, draft: DecoderModel | None = None
+    ) -> KVLayout:
         """Layout for a model and its draft model, if any; neither needs weights for that.
 
         Raises:

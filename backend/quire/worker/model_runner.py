@@ -171,13 +171,13 @@ class ModelRunner:
         # Nothing has a gradient: what is saved is time of operators, of which one call has none.
         is_fused = self.model.is_fused and (draft is None or draft.is_fused)
         self._no_autograd = nullcontext if is_fused else torch.inference_mode
-        layout = KVLayout.of(config, self.model, draft)
+        layout = KVLayout.from_config(config, self.model, draft)
         max_model_len = layout.max_model_len
         timeline.split("weights", {"kernels": load_seconds() - kernels_before})
         cache, limits, groups = config.cache, config.scheduler, self.model.kv_groups
         if num_blocks is None:
             self._ranks.least(0, self.device)  # when all have loaded, they see the same memory
-            memory = DeviceMemory.of(self.device, self._ranks.size)
+            memory = DeviceMemory.measure(self.device, self._ranks.size)
             num_blocks = self._ranks.least(layout.num_blocks(config, memory), self.device)
         self.kv_cache = KVCache(
             num_blocks,
@@ -434,10 +434,10 @@ class ModelRunner:
         if inputs.prompt_rows:
             vocab_size = self.info.vocab_size
             step.set_prompts(
-                PromptLogprobs.of(inputs.prompt_rows, hidden, self.model.compute_logits, vocab_size)
+                PromptLogprobs.compute(inputs.prompt_rows, hidden, self.model.compute_logits, vocab_size)
             )
         if inputs.pool_rows:
-            step.set_embeddings(*self._pooler.take(inputs.pool_rows, hidden))
+            step.set_embeddings(*self._pooler.pool(inputs.pool_rows, hidden))
         if wants_all:
             hidden = hidden[inputs.sample_indices]
         return self._sample(hidden, inputs) if inputs.samples else None

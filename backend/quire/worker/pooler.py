@@ -19,8 +19,8 @@ class Pooler:
 
     pooling: Pooling
 
-    def take(self, rows: Iterable[PoolRow], hidden: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
-        """Takes in what a step computed.
+    def pool(self, rows: Iterable[PoolRow], hidden: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+        """Pools the hidden states that a step computed.
 
         Args:
             hidden: [num_tokens, hidden_size] of all tokens of the step.

@@ -128,14 +128,14 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
 
     beams = [i for i, row in enumerate(rows) if row.is_beam]
     if beams:
-        logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
+        logits[_index(beams, logits)] = torch.log_softmax(_select_rows(logits, beams), dim=-1)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
     edits = collect_edits(rows, logits.shape[1])
     is_bound = any(row.grammar is not None for row in rows)
     processed = [i for i, row in enumerate(rows) if row.processors is not None]
     raw = logits  # without edits, grammars and processors they stay as they are
     if wanted and (edits is not None or is_bound or processed or len(wanted) < len(rows)):
-        raw = _take(logits, wanted)
+        raw = _select_rows(logits, wanted)
     errors = _process(logits, rows, processed) if processed else {}
     if is_bound:
         errors |= _follow_grammars(logits, rows)
@@ -148,11 +148,11 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
         _force(drawn.token_ids, forced)
     if wanted:
         counts = [rows[i].params.logprobs or 0 for i in wanted]
-        chosen = _take(drawn.token_ids, wanted)
-        drawn.logprobs.append((wanted, counts, TopLogprobs.of(raw, chosen, max(counts))))
+        chosen = _select_rows(drawn.token_ids, wanted)
+        drawn.logprobs.append((wanted, counts, TopLogprobs.compute(raw, chosen, max(counts))))
     if beams:
         counts = [rows[i].num_candidates for i in beams]
-        values, ids = _take(logits, beams).topk(min(max(counts), logits.shape[1]))
+        values, ids = _select_rows(logits, beams).topk(min(max(counts), logits.shape[1]))
         ids, values = (torch.cat([found[:, :1], found], dim=1) for found in (ids, values))
         drawn.logprobs.append((beams, counts, TopLogprobs(ids, values, torch.zeros_like(ids[:, 0]))))
     return drawn
@@ -262,7 +262,7 @@ def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
     return to_device(np.array(values, dtype=np.int64), like.device)
 
 
-def _take(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
+def _select_rows(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
     """A copy of rows `index` of `tensor`."""
     if tensor.device.type == "cpu":  # by this thread alone: torch would wake all of its own, which then spin
         return torch.from_numpy(tensor.numpy()[index])

@@ -57,7 +57,7 @@ class Timeline:
             torch.cuda.nvtx.range_pop()
             self._marks.append((num_rows, begin, end))
 
-    def take(self) -> list[StepTime]:
+    def pop_step_times(self) -> list[StepTime]:
         """All steps since the last call but the first of them; waits for the device."""
         marks = list(self._marks)
         self._marks.clear()

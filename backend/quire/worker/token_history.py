@@ -187,7 +187,7 @@ class _Prompt:
         self._ngrams: dict[int, NgramIndex] = {}
 
     @classmethod
-    def of(cls, token_ids: Sequence[int]) -> _Prompt:
+    def get_or_create(cls, token_ids: Sequence[int]) -> _Prompt:
         tokens = array("q", token_ids)
         return cls.living.setdefault(tokens.tobytes(), cls(tokens))
 
@@ -215,7 +215,7 @@ class TokenHistory:
         ngram_size: of `ngram_bans`; 0: there are none.
         """
         self.num_seen = len(prompt)
-        self._prompt = _Prompt.of(prompt) if counts or ngram_size else None
+        self._prompt = _Prompt.get_or_create(prompt) if counts or ngram_size else None
         self._distinct = self._prompt.distinct.fork() if self._prompt and counts else None
         self._ngrams = self._prompt.ngrams(ngram_size).fork() if self._prompt and ngram_size else None
 

@@ -29,7 +29,7 @@ class TopLogprobs:
     """int64 [n]: of the given token, 1 where no other is more likely; 0: not counted."""
 
     @classmethod
-    def of(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> TopLogprobs:
+    def compute(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> TopLogprobs:
         """Log-probabilities of each row's given token and of its `most` most likely ones; see
         `ops.top_logprobs`."""
         return cls(*ops.top_logprobs(logits, token_ids, most))
@@ -61,7 +61,7 @@ class PromptLogprobs:
     """The rows' positions behind each other."""
 
     @classmethod
-    def of(
+    def compute(
         cls,
         rows: list[PromptRow],
         hidden: torch.Tensor,
@@ -83,7 +83,7 @@ class PromptLogprobs:
         )
         most, size = max(row.most for row in rows), max(1, MAX_PROMPT_LOGITS // vocab_size)
         parts = [
-            TopLogprobs.of(compute_logits(hidden[some]), wanted, most).tensors
+            TopLogprobs.compute(compute_logits(hidden[some]), wanted, most).tensors
             for some, wanted in zip(positions.split(size), targets.split(size), strict=True)
         ]
         return cls(rows, TopLogprobs(*(torch.cat(part) for part in zip(*parts, strict=True))))
