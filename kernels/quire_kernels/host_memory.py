@@ -54,7 +54,7 @@ def resident_bytes() -> int:
     return int(pages) * mmap.PAGESIZE
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Returns to the system what is free in the C library's heap, as far as that library can."""
     with contextlib.suppress(AttributeError):  # of another than glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -27,7 +27,7 @@ class KernelError(ValueError):
     """No implementation, or not the one that was asked for, can do what a model needs."""
 
 
-class LeftToOthers(str):
+class Declined(str):
     """Why an implementation leaves a call of a shape that it knows to the next one, even if it is chosen."""
 
 
@@ -183,7 +183,7 @@ def pick(
         reason = one.why_not(device_type, dtype, facts)
         if reason is None and one.function not in without:
             return one
-        if reason is not None and not isinstance(reason, LeftToOthers):
+        if reason is not None and not isinstance(reason, Declined):
             raise KernelError(
                 f"{operator}={chosen} was asked for but cannot do {device_type} {dtype} {facts}: {reason}"
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from quire_kernels.registry import LeftToOthers
+from quire_kernels.registry import Declined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,6 @@ class SamplingTensors:
         return SamplingTensors(**{name: value[index] for name, value in columns.items()})
 
 
-def is_not_typical(typical: bool = False, **_: object) -> bool | LeftToOthers:
-    """True where kernels without typical-p can draw every row; LeftToOthers: a row asks for typical-p."""
-    return LeftToOthers("a row asks for typical-p") if typical else True
+def is_not_typical(typical: bool = False, **_: object) -> bool | Declined:
+    """True where kernels without typical-p can draw every row; Declined: a row asks for typical-p."""
+    return Declined("a row asks for typical-p") if typical else True

@@ -282,7 +282,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, **able: bool) -> list[str]:
 
     def can_do(name: str, long_queries: bool, **_: Any) -> bool | str:
         leaves = name == "cuda" and long_queries
-        return able[name] and (registry.LeftToOthers("queries are long") if leaves else True)
+        return able[name] and (registry.Declined("queries are long") if leaves else True)
 
     found = registry._implementations["paged_attention"]
     chain = {

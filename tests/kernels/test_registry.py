@@ -81,7 +81,7 @@ def test_what_a_chosen_implementation_leaves_to_others_is_the_nexts() -> None:
     """And nobody's choice brings back a function that has failed."""
 
     def predicate(size: int) -> bool | str:
-        return registry.LeftToOthers("odd sizes") if size % 2 else True
+        return registry.Declined("odd sizes") if size % 2 else True
 
     @registry.implementation("twice", "even", priority=30, predicate=predicate)
     def even(x: int) -> tuple[str, int]:

@@ -31,7 +31,7 @@ from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire.models.registry import model_class, with_head
 from quire_ensemble.errors import in_line, one_line
 from quire_ensemble.weight_files import NamedTensor
-from quire_kernels.host_memory import give_back
+from quire_kernels.host_memory import trim_heap
 from quire_kernels.ranks import ALONE, Ranks
 
 logger = logging.getLogger("quire")
@@ -123,7 +123,7 @@ def load_model(
             keeping = entry.keep(model, weights_digest)
         if isinstance(model.config.scheme, ForeignScheme):
             model.config.scheme.report()
-    give_back()
+    trim_heap()
     return LoadedModel(
         model=model,
         config=model.config,

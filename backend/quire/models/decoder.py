@@ -33,7 +33,7 @@ from quire_kernels.cpu.decoder import (
     NativeDecoder,
     can_fuse,
 )
-from quire_kernels.host_memory import give_back
+from quire_kernels.host_memory import trim_heap
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
 
@@ -402,7 +402,7 @@ class DecoderModel(nn.Module):
         module.pack()
         self._packed_bytes += module.nbytes
         if self._packed_bytes >= _GIVE_BACK:
-            give_back()  # what was loaded: else all weights are in memory twice in the end
+            trim_heap()  # what was loaded: else all weights are in memory twice in the end
             self._packed_bytes = 0
 
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:

@@ -59,7 +59,7 @@ from quire.worker.timeline import StepTimer, Timeline
 from quire.worker.top_logprobs import PromptLogprobs
 from quire_kernels import registry
 from quire_kernels.cpu.native import load_seconds, set_num_threads
-from quire_kernels.host_memory import give_back
+from quire_kernels.host_memory import trim_heap
 from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
 from quire_kernels.ranks import ALONE, Ranks
@@ -287,7 +287,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        give_back()
+        trim_heap()
 
     def wake(self) -> None:
         """See `Runner`: as at the start. Graphs are recorded again, as memory lies elsewhere now."""
@@ -298,7 +298,7 @@ class ModelRunner:
         self.warm_up()
         gc.collect()
         gc.freeze()
-        give_back()
+        trim_heap()
 
     def attach(self, tiers: KVTiers | None) -> None:
         """Says where blocks go beside the pool, before the first step."""

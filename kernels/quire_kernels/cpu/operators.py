@@ -33,7 +33,7 @@ from quire_kernels.cpu.native import (
 )
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
-from quire_kernels.registry import LeftToOthers, implementation
+from quire_kernels.registry import Declined, implementation
 from quire_kernels.sampling import SamplingTensors, is_not_typical
 
 logger = logging.getLogger("quire_kernels")
@@ -295,7 +295,7 @@ def _in_vectors(*sizes: str) -> Any:
     return predicate
 
 
-def _can_sample(isa: str, **facts: Any) -> bool | LeftToOthers:
+def _can_sample(isa: str, **facts: Any) -> bool | Declined:
     return library(isa) is not None and is_not_typical(**facts)
 
 

@@ -12,7 +12,7 @@ from quire_kernels.cuda.compiler import Unit, attention_unit
 from quire_kernels.cuda.launch import Launcher
 from quire_kernels.metadata import NO_SINKS, AttentionMetadata
 from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV
-from quire_kernels.registry import LeftToOthers
+from quire_kernels.registry import Declined
 from quire_kernels.sampling import SamplingTensors
 
 TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
@@ -323,7 +323,7 @@ def can_attend(**facts: Any) -> bool | str:
         and (not quantized or block_size >= 8)
         and (quantized or facts.get("kv_dtype") in (torch.bfloat16, torch.float16))
     )
-    return LeftToOthers("queries are long") if known and facts.get("long_queries") else known
+    return Declined("queries are long") if known and facts.get("long_queries") else known
 
 
 def can_write(**facts: Any) -> bool:
