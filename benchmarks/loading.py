@@ -141,8 +141,8 @@ def keep(directory: Path, config: ModelConfig) -> Path:
     """The entry that a first start makes."""
     with kept_in(directory, keeps=True):
         loaded = loader.load_model(config, torch.device("cpu"))
-    assert loaded.keeping is not None, "the checkpoint was made just now"
-    loaded.keeping.wait()
+    assert loaded.cache_writer is not None, "the checkpoint was made just now"
+    loaded.cache_writer.wait()
     (entry,) = directory.glob("*.weights")
     return entry
 

@@ -51,8 +51,8 @@ def copy(llama: Path, tmp_path: Path) -> Path:
 
 def load(path: Path, **options: Any) -> LoadedModel:
     loaded = load_model(ModelConfig(model=str(path), **options), torch.device("cpu"), with_digest=True)
-    if loaded.keeping is not None:
-        loaded.keeping.wait()
+    if loaded.cache_writer is not None:
+        loaded.cache_writer.wait()
     return loaded
 
 
@@ -153,8 +153,8 @@ def test_a_waking_engine_reads_them_and_generates_the_same(llama: Path, director
     assert not directory.exists()
     llm = LLM(llama, **options)
     assert tokens(llm) == expected
-    (keeping,) = llm.core.executor.runner._keeping  # type: ignore[attr-defined]
-    keeping.wait()
+    (writer,) = llm.core.executor.runner._cache_writers  # type: ignore[attr-defined]
+    writer.wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "fill_weights", None)
         llm.core.sleep()
@@ -170,16 +170,16 @@ def test_a_digest_is_made_only_where_it_is_asked_for(llama: Path, directory: Pat
     def start(with_digest: bool) -> LoadedModel:
         config = ModelConfig(model=str(llama), **W8A8)
         loaded = load_model(config, torch.device("cpu"), with_digest=with_digest)
-        if loaded.keeping is not None:
-            loaded.keeping.wait()
+        if loaded.cache_writer is not None:
+            loaded.cache_writer.wait()
         return loaded
 
     assert start(False).weights_digest == ""
-    assert start(False).keeping is None
+    assert start(False).cache_writer is None
     first = start(True)
-    assert first.weights_digest and first.keeping is not None and len(entries(directory)) == 1
+    assert first.weights_digest and first.cache_writer is not None and len(entries(directory)) == 1
     second = start(True)
-    assert second.keeping is None and second.weights_digest == first.weights_digest
+    assert second.cache_writer is None and second.weights_digest == first.weights_digest
     assert weights(second) == weights(first)
 
 
@@ -231,7 +231,7 @@ def test_nothing_is_kept_of_a_checkpoint_that_was_another_meanwhile(
     put(copy)
     monkeypatch.setattr(load_module, "fill_weights", swapped)
     loaded = load(named, **W8A8)
-    assert loaded.keeping is None and not entries(directory)
+    assert loaded.cache_writer is None and not entries(directory)
     monkeypatch.setattr(load_module, "fill_weights", fill)
     assert weights(load(named, **W8A8)) != weights(loaded) and len(entries(directory)) == 1
 
@@ -239,7 +239,7 @@ def test_nothing_is_kept_of_a_checkpoint_that_was_another_meanwhile(
 def test_nothing_is_kept_of_files_that_changed_just_now(copy: Path, directory: Path) -> None:
     """A second change within one tick of the file system's clock leaves the time as it is."""
     packed_cache._SETTLED_NS = 10**15
-    assert load(copy, **W8A8).keeping is None and not entries(directory)
+    assert load(copy, **W8A8).cache_writer is None and not entries(directory)
 
 
 def test_links_to_the_same_files_under_other_names_are_another_checkpoint(
@@ -294,8 +294,8 @@ def test_what_is_asked_for_tells_entries_apart(llama: Path, directory: Path) -> 
 
 
 def test_weights_that_kernels_do_not_pack_are_not_kept(llama: Path, directory: Path) -> None:
-    assert load(llama, quantization="fp8").keeping is None
-    assert load(llama, load_format="dummy").keeping is None
+    assert load(llama, quantization="fp8").cache_writer is None
+    assert load(llama, load_format="dummy").cache_writer is None
     assert not entries(directory)
     assert is_worth_keeping(0.5, 3.0) and not is_worth_keeping(5.0, 3.0) and not is_worth_keeping(0.0, 0.1)
 
@@ -449,7 +449,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from quire.loader import packed_cache
-from quire.loader.packed_cache import Keeping, PackedCache
+from quire.loader.packed_cache import BackgroundWriter, PackedCache
 
 begun, write = threading.Event(), packed_cache._write
 
@@ -460,7 +460,7 @@ def held(file, head, tensors, stopped):
     return write(file, head, tensors, stopped)
 
 packed_cache._write = held
-Keeping(PackedCache(Path(sys.argv[1]), 2**40), "a", {"parts": [torch.zeros(2**10)] * 8})
+BackgroundWriter(PackedCache(Path(sys.argv[1]), 2**40), "a", {"parts": [torch.zeros(2**10)] * 8})
 assert begun.wait(60)
 """
 

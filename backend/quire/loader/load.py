@@ -22,7 +22,7 @@ from quire.layers.linear import Linear, Weight
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
 from quire.loader.info import checkpoint_state, end_token_ids, read_configs
-from quire.loader.packed_cache import Keeping, PackedCache, PackedEntry
+from quire.loader.packed_cache import BackgroundWriter, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
 from quire.models.config import DTYPES, DecoderConfig
@@ -57,8 +57,8 @@ class LoadedModel:
     weight_bytes: int
     weights_digest: str = ""
     """`digest_weights`, if it was asked for."""
-    keeping: Keeping | None = None
-    """Packed weights that are being written for the next start; None: they are not kept."""
+    cache_writer: BackgroundWriter | None = None
+    """Writer of the packed weights for the next start; None: they are not kept."""
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
@@ -105,7 +105,7 @@ def load_model(
     entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check, ranks=ranks)
     model, files = empty.model, empty.files
-    keeping, weights_digest = None, entry.fill(model, with_digest) if entry else None
+    cache_writer, weights_digest = None, entry.fill(model, with_digest) if entry else None
     if weights_digest is not None:
         weight_bytes = model.finish()
     elif files is None:
@@ -120,7 +120,7 @@ def load_model(
         weight_bytes, weights_digest = model.finish(), packing.weights_digest()
         others_s = time.monotonic() - begin - packing.seconds
         if entry and is_worth_keeping(others_s, packing.seconds):
-            keeping = entry.keep(model, weights_digest)
+            cache_writer = entry.keep(model, weights_digest)
         if isinstance(model.config.scheme, ForeignScheme):
             model.config.scheme.report()
     trim_heap()
@@ -130,7 +130,7 @@ def load_model(
         eos_token_ids=empty.eos_token_ids,
         weight_bytes=weight_bytes,
         weights_digest=weights_digest,
-        keeping=keeping,
+        cache_writer=cache_writer,
     )
 
 
@@ -151,7 +151,7 @@ def empty_model(
     hf = with_head(hf)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
-    with understood(hf):
+    with checkpoint_errors(hf):
         rules = read_rules(hf)
         # What is quantised has lost more than bfloat16 takes from activations.
         dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
@@ -182,14 +182,14 @@ def empty_model(
     _check_input_sizes(parsed, config.quantization)
     if check is not None:
         check(parsed)
-    with understood(hf):
+    with checkpoint_errors(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
         ends = end_token_ids(hf, generation)
     return EmptyModel(model, files, ends)
 
 
 @contextmanager
-def understood(hf: HFConfig) -> Iterator[None]:
+def checkpoint_errors(hf: HFConfig) -> Iterator[None]:
     """Turns errors that impossible values of a configuration cause into CheckpointError, which names its
     file."""
     try:

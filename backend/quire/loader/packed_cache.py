@@ -78,8 +78,8 @@ class _Index(msgspec.Struct):
     tensors: list[_Tensor]
 
 
-class Keeping:
-    """An entry that is being written, in a thread of its own."""
+class BackgroundWriter:
+    """Writes a cache entry in a thread of its own."""
 
     def __init__(self, cache: PackedCache, key: str, tree: Any) -> None:
         self._stopped = threading.Event()
@@ -241,7 +241,7 @@ class PackedEntry:
         digest: str = tree["weights_digest"]
         return digest
 
-    def keep(self, model: DecoderModel, weights_digest: str) -> Keeping | None:
+    def keep(self, model: DecoderModel, weights_digest: str) -> BackgroundWriter | None:
         """Begins to write a packed model. None: it has weights without a form to keep, or the files it was
         read from may not have been the same all the time."""
         newest = max((max(file[3:5]) for file in self._before.files), default=0)
@@ -256,7 +256,7 @@ class PackedEntry:
             modules[name] = {"packed": packed, "table": None if isinstance(module, Linear) else module.table}
         parameters = {name: parameter.data for name, parameter in model.named_parameters()}
         tree = {"modules": modules, "parameters": parameters, "weights_digest": weights_digest}
-        return Keeping(self._cache, self.key(model), tree)
+        return BackgroundWriter(self._cache, self.key(model), tree)
 
 
 def _state(packed: PackedLinear) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader.files import find_weights
 from quire.loader.info import gguf_file, read_configs
-from quire.loader.load import HEAD, TABLE, check_tied, understood
+from quire.loader.load import HEAD, TABLE, check_tied, checkpoint_errors
 from quire.models.config import DTYPES
 from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.models.hf_config import read_json
@@ -47,7 +47,7 @@ class SourceCheckpoint:
         if name not in DTYPES:
             raise hf.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
         self.dtype = DTYPES[name]
-        with understood(self.hf):
+        with checkpoint_errors(self.hf):
             config = replace(kind.parse_config(self.hf, torch.float32), attention_backend=None)
         if config.latent is not None:
             raise hf.error(f"{self.hf.architecture} has latent attention, which this tool does not quantise")
@@ -59,7 +59,7 @@ class SourceCheckpoint:
                 f"{self.hf.architecture} has fused projections, or other layers than Llama's, which this "
                 "tool does not quantise"
             )
-        with understood(self.hf):
+        with checkpoint_errors(self.hf):
             self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
         """In float32, on the "meta" device."""
         self.tensors: dict[str, NamedTensor] = {}

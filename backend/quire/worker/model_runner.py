@@ -149,7 +149,7 @@ class ModelRunner:
             with_digest=is_shared,
             ranks=self._ranks,
         )
-        self.model, shape, self._keeping = loaded.model, loaded.config, [loaded.keeping]
+        self.model, shape, self._cache_writers = loaded.model, loaded.config, [loaded.cache_writer]
         # Which experts a step computes is known on the host only. Collectives were never recorded.
         is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
         graph_backend = make_graph_backend(self.device, is_eager)
@@ -262,7 +262,7 @@ class ModelRunner:
 
         config = draft_config(self._config.model, target)
         loaded = load_model(config, self.device, check=check)
-        self._keeping.append(loaded.keeping)
+        self._cache_writers.append(loaded.cache_writer)
         logger.info(
             "loaded %s, the draft model: %.1f MiB of %s weights",
             config.model,
@@ -273,8 +273,8 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """See `Runner`: what `_load` made is gone; the device's context, kernels and threads stay."""
-        for keeping in filter(None, self._keeping):
-            keeping.stop()  # it holds the weights
+        for writer in filter(None, self._cache_writers):
+            writer.stop()  # it holds the weights
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
             os.close(self.kv_cache.fd)
         self.tiers = None

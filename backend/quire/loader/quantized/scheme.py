@@ -37,19 +37,20 @@ _KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
 class Tally:
     """Bytes of the quantised layers that were packed."""
 
-    stored: int = 0
-    """In the files."""
-    kept: int = 0
+    file_bytes: int = 0
+    """Bytes in the files."""
+    packed_bytes: int = 0
     """Bytes after packing, in the form that layers are computed with."""
-    restored: int = 0
-    """Bytes among `kept` of layers that lie in the type of the inputs, since nothing computes with their
-    stored form."""
+    dequantized_bytes: int = 0
+    """Bytes among `packed_bytes` of layers that lie in the type of the inputs, since nothing computes with
+    their stored form."""
 
-    def add(self, stored: int, kept: int, whole: int) -> None:
+    def add(self, file_bytes: int, packed_bytes: int, whole: int) -> None:
         """Counts a layer that would take `whole` bytes in the type of the inputs."""
-        self.stored, self.kept = self.stored + stored, self.kept + kept
-        if kept >= whole:
-            self.restored += kept
+        self.file_bytes += file_bytes
+        self.packed_bytes += packed_bytes
+        if packed_bytes >= whole:
+            self.dequantized_bytes += packed_bytes
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,11 @@ class ForeignScheme:
 
     def report(self) -> None:
         """Says in the log what became of the layers."""
-        stored, kept, restored = (number / 2**20 for number in vars(self.tally).values())
-        text = f"{self.rules.method} weights: {stored:.1f} MiB in the files are kept in {kept:.1f} MiB"
-        if restored:
+        stored, packed, dequantized = (number / 2**20 for number in vars(self.tally).values())
+        text = f"{self.rules.method} weights: {stored:.1f} MiB in the files are kept in {packed:.1f} MiB"
+        if dequantized:
             text += (
-                f"; {restored:.1f} MiB of these are numbers in the type of the activations, "
+                f"; {dequantized:.1f} MiB of these are numbers in the type of the activations, "
                 "as there is no product for what is stored here"
             )
         logger.info("%s: %s", self.source, text)
