@@ -13,7 +13,7 @@ from quire.config import AdapterConfig, ModelConfig
 from quire.layers.context import AdapterStep
 from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
-from quire.worker.adapters import ModelSlots, adaptable
+from quire.worker.adapters import AdapterMemory, adaptable
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops, registry
 from quire_kernels.cpu.compiler import supported_isas
@@ -202,7 +202,7 @@ def test_chunked_layers(isa: str, tmp_path: Path) -> None:
 
 def fill_slots(model: DecoderModel) -> None:
     """Adapters of ranks 8, 3 and 24 in three slots; the second changes values and what is above only."""
-    ModelSlots(model, AdapterConfig(enable_lora=True, max_loras=3, max_lora_rank=24), torch.device("cpu"))
+    AdapterMemory(model, AdapterConfig(enable_lora=True, max_loras=3, max_lora_rank=24), torch.device("cpu"))
     generator = torch.Generator().manual_seed(5)
     for _, layer in adaptable(model):
         for index, part in enumerate(layer.slots):

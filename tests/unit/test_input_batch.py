@@ -56,8 +56,8 @@ def sampled(made: StepInputs) -> list[int]:
 def accept(inputs: InputBatch, request_id: str, token_id: int) -> None:
     """A token is drawn and known."""
     state = inputs.requests[request_id]
-    state.draw()
-    state.accept([token_id])
+    state.on_sampled()
+    state.on_token([token_id])
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])

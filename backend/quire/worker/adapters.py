@@ -1,4 +1,4 @@
-"""ModelSlots: where a model's steps find the weights of adapters."""
+"""AdapterMemory: where a model's steps find the weights of adapters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.layers.moe import MixtureOfExperts
 from quire.models.decoder import DecoderModel
 
 
-class ModelSlots:
-    """Slots of a packed model: memory for `max_loras` adapters of `max_lora_rank` in each of its layers."""
+class AdapterMemory:
+    """Memory of a packed model's slots: `max_loras` adapters of `max_lora_rank` in each of its layers."""
 
     def __init__(self, model: DecoderModel, config: AdapterConfig, device: torch.device) -> None:
         self._model, self._dtype = model, model.config.dtype
@@ -26,8 +26,8 @@ class ModelSlots:
         self.targets = targets_of(model)
         self._parts = [part for linear in layers.values() for part in linear.slots]
 
-    def bring(self, load: AdapterLoad) -> None:
-        """Brings an adapter into a slot, before the steps that are launched from now on."""
+    def load(self, load: AdapterLoad) -> None:
+        """Loads an adapter into a slot, before the steps that are launched from now on."""
         for part in self._parts:
             part.clear(load.slot)
         values = torch.from_numpy(load.weights.data).view(self._dtype)
@@ -60,7 +60,7 @@ def targets_of(model: DecoderModel) -> tuple[AdapterTarget, ...]:
 
 
 def slot_bytes(model: DecoderModel, config: AdapterConfig) -> int:
-    """Bytes that `ModelSlots` of a model will take; it may be on torch's "meta" device."""
+    """Bytes that `AdapterMemory` of a model will take; it may be on torch's "meta" device."""
     if not config.enable_lora:
         return 0
     sizes = sum(target.in_features + target.out_features for target in targets_of(model))

@@ -55,7 +55,7 @@ class CachedRequest:
         """Number of tokens, those known to the device only included."""
         return len(self.token_ids) + self.sampling.num_pending
 
-    def draw(self) -> None:
+    def on_sampled(self) -> None:
         """A token is drawn for it, choice 0's where there are several: later draws are single.
 
         With beam search the token is none of the sequence's yet: the scheduler gives those it chooses.
@@ -64,7 +64,7 @@ class CachedRequest:
         if not self.sampling.is_beam:
             self.sampling.num_pending += 1
 
-    def accept(self, token_ids: list[int]) -> None:
+    def on_token(self, token_ids: list[int]) -> None:
         """The host learns of the oldest token drawn, and of those behind it that were drawn of drafts."""
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
@@ -72,10 +72,10 @@ class CachedRequest:
             # Behind its last right draft is what the newest token stands in place of.
             self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
-    def lose(self) -> None:
+    def on_failed(self) -> None:
         """The oldest token drawn is none, and the request ends. What a step under way draws for it does not
         matter: any token stands for the one that is missing, and nobody is asked who would see it."""
-        self.accept([0])
+        self.on_token([0])
         self.sampling.processors = self.sampling.grammar = None
 
 

@@ -36,7 +36,7 @@ from quire.outputs import (
 from quire.pooling import read_pooling
 from quire.roofline import DeviceLimits
 from quire.startup import StartTimeline
-from quire.worker.adapters import ModelSlots
+from quire.worker.adapters import AdapterMemory
 from quire.worker.device import HostCopy, to_device
 from quire.worker.device_limits import measure_limits
 from quire.worker.draft_model import DraftModel, check_draft, draft_config
@@ -154,7 +154,7 @@ class ModelRunner:
         is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
         graph_backend = make_graph_backend(self.device, is_eager)
         has_slots = config.adapters.enable_lora
-        self.slots = ModelSlots(self.model, config.adapters, self.device) if has_slots else None
+        self.slots = AdapterMemory(self.model, config.adapters, self.device) if has_slots else None
         self._pooler = Pooler(read_pooling(Path(config.model.model)))
         timeline.end("weights")
         logger.info(
@@ -323,7 +323,7 @@ class ModelRunner:
         move_blocks(output, self.kv_cache, self.tiers)
         for load in output.adapter_loads:
             assert self.slots is not None, "this runner has no slots"
-            self.slots.bring(load)
+            self.slots.load(load)
         step = LaunchedStep(len(output.scheduled), timer)
         if not output.is_empty:
             no_autograd = torch.inference_mode if self.batch.adapted else self._no_autograd
@@ -476,9 +476,9 @@ class ModelRunner:
                 output.cut(count)
             if rows[row] is NOTHING:
                 if output.error:
-                    state.lose()
+                    state.on_failed()
                 else:
-                    state.accept(output.token_ids)
+                    state.on_token(output.token_ids)
             if rows[row] is NOTHING or output.error:
                 rows[row] = output
             else:
@@ -531,7 +531,7 @@ class LaunchedStep:
             self.grammars = [row.grammar for row in rows]
         self.samples, self.drawn = samples, (drawn, HostCopy(drawn.tensors))
         for state in {id(state): state for _, state in samples}.values():
-            state.draw()
+            state.on_sampled()
 
     def set_prompts(self, found: PromptLogprobs) -> None:
         """Takes the log-probabilities of prompts, and begins their way to the host."""
