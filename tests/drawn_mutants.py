@@ -177,7 +177,7 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "suspects of an engine's death run beside others",
         "backend/quire/core/planner.py",
-        "return self._only is None or family_of(request) == self._only",
+        "return self._only is None or group_id(request) == self._only",
         "return True",
         ("tests/triton/test_continuation.py",),
     ),

@@ -361,7 +361,7 @@ _SCHEDULER = (
     ),
     Mutant(
         "choices share one seed",
-        "backend/quire/core/choices.py",
+        "backend/quire/core/sequence_group.py",
         "seed = None if params.seed is None else choice_seed(params.seed, index)",
         "seed = params.seed",
         ("tests/unit/test_choices.py::test_four_choices_use_the_blocks_of_the_prompt_once",),
@@ -375,14 +375,14 @@ _SCHEDULER = (
     ),
     Mutant(
         "a beam ends from one place too far down",
-        "backend/quire/core/choices.py",
+        "backend/quire/core/sequence_group.py",
         "elif end is not None and place < width:",
         "elif end is not None and place <= width:",
         ("tests/unit/test_beam_search.py::test_results_are_those_of_the_search_alone",),
     ),
     Mutant(
         "choices lengthen one list of hashes",
-        "backend/quire/core/choices.py",
+        "backend/quire/core/sequence_group.py",
         "child.block_hashes = list(parent.block_hashes)",
         "child.block_hashes = parent.block_hashes",
         ("tests/unit/test_choices.py::test_choices_survive_preemption_chunks_and_a_tiny_pool",),

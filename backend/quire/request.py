@@ -13,9 +13,9 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
-    from quire.core.choices import Choices
     from quire.core.drafts import Drafter
     from quire.core.kv_cache_manager import RequestBlocks
+    from quire.core.sequence_group import SequenceGroup
 
 
 class RequestStatus(enum.IntEnum):
@@ -68,13 +68,13 @@ class Request:
         "admitted_at",
         "arrival_time",
         "block_hashes",
-        "choices",
         "drafter",
         "embeds",
         "end_token_ids",
         "eos_token_ids",
         "external_id",
         "finish_reason",
+        "group",
         "in_runner",
         "index",
         "load_id",
@@ -142,8 +142,8 @@ class Request:
         """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
         self.index = 0
         """Number of the choice."""
-        self.choices: Choices | None = None
-        """State that the request shares with the other choices of its family; None: it is the only one."""
+        self.group: SequenceGroup | None = None
+        """State that the request shares with the other sequences of its group; None: it is the only one."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
@@ -234,8 +234,8 @@ class Request:
 
     @property
     def is_paused(self) -> bool:
-        """Whether, waiting, it waits for other sequences of its family, and for no place to run."""
-        return self.choices is not None and self.choices.is_paused(self)
+        """Whether, waiting, it waits for other sequences of its group, and for no place to run."""
+        return self.group is not None and self.group.is_paused(self)
 
     @property
     def is_finished(self) -> bool:

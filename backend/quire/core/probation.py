@@ -54,9 +54,9 @@ class Probation:
 
     def add(self, request: Request) -> None:
         """A request that an engine had which died."""
-        begins_anew = request.choices is not None and request.choices.is_ranked
+        begins_anew = request.group is not None and request.group.is_ranked
         goal = math.inf if begins_anew else _num_tokens(request) + self._num_proving
-        self._suspects[family_of(request)] = request, goal
+        self._suspects[group_id(request)] = request, goal
 
     def review(self) -> str | None:
         """Forgets who is proven; the id of the only request that may have rows, or None: all may."""
@@ -66,28 +66,28 @@ class Probation:
         if self._alone not in self._suspects:
             waiting = [request for request, _ in self._suspects.values() if request.num_deaths > 1]
             first = min(waiting, key=lambda request: request.rank, default=None)
-            self._alone = None if first is None else family_of(first)
+            self._alone = None if first is None else group_id(first)
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
         """Rows of these requests are under way."""
-        families = {family_of(request) for request in requests}
-        at_risk = tuple(sorted(families & self._suspects.keys()))
-        risk = Risk(at_risk, len(families) == 1) if at_risk else NO_RISK
+        group_ids = {group_id(request) for request in requests}
+        at_risk = tuple(sorted(group_ids & self._suspects.keys()))
+        risk = Risk(at_risk, len(group_ids) == 1) if at_risk else NO_RISK
         if risk != self.risk:
             self.risk = risk
 
 
-def family_of(request: Request) -> str:
+def group_id(request: Request) -> str:
     """Id that the frontend gave it, or the request whose choice it is."""
-    return request.request_id if request.choices is None else request.choices.request_id
+    return request.request_id if request.group is None else request.group.request_id
 
 
 def _is_open(request: Request) -> bool:
-    return not request.is_finished if request.choices is None else bool(request.choices.live)
+    return not request.is_finished if request.group is None else bool(request.group.live)
 
 
 def _num_tokens(request: Request) -> int:
     """Output tokens, of the choice that has most."""
-    live = [request] if request.choices is None else request.choices.live.values()
+    live = [request] if request.group is None else request.group.live.values()
     return max((one.num_output_tokens for one in live), default=0)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
 from quire.core.adapters import AdapterSlots
-from quire.core.choices import Choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue
 from quire.core.policies.tenants import Tenants
 from quire.core.prefix import CachedPrefix
+from quire.core.sequence_group import SequenceGroup
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.outputs import SchedulerOutput
@@ -64,8 +64,8 @@ class Roster:
         )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id; choices with rows of their own are requests "id#index"."""
-        self.families: dict[str, Choices] = {}
-        """Choices of unfinished requests that have several, by the request's id."""
+        self.groups: dict[str, SequenceGroup] = {}
+        """Groups of unfinished requests that have several sequences, by the request's id."""
         self.running: list[Request] = []
         self.num_free_seats = config.max_num_seqs
         """Rows that a step may still have."""
@@ -83,8 +83,8 @@ class Roster:
     def add(self, request: Request) -> None:
         """Takes a new request into the queue; it was checked."""
         self.requests[request.request_id] = request
-        if request.choices is not None:
-            self.families[request.request_id] = request.choices
+        if request.group is not None:
+            self.groups[request.request_id] = request.group
         if request.external_id:
             key = request.scheduling.tenant, request.external_id
             self._by_external_id.setdefault(key, {})[request.request_id] = None
@@ -251,13 +251,13 @@ class Roster:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         request_id, external_id, is_over = request.request_id, request.external_id, True
-        choices = request.choices
-        if choices is not None:
-            request_id, external_id = choices.request_id, choices.external_id
-            del choices.live[request.index]
-            is_over = not choices.live
+        group = request.group
+        if group is not None:
+            request_id, external_id = group.request_id, group.external_id
+            del group.live[request.index]
+            is_over = not group.live
             if is_over:
-                del self.families[request_id]
+                del self.groups[request_id]
         if external_id and is_over:
             key = request.scheduling.tenant, external_id
             same = self._by_external_id[key]
@@ -341,10 +341,10 @@ class Roster:
             self.adapters.check_integrity([one.adapter for one in self.running if one.adapter is not None])
         seats = sum(request.num_sequences for request in self.running)
         assert self.num_free_seats == max_num_seqs - seats >= 0, (self.num_free_seats, seats)
-        for request_id, choices in self.families.items():
-            assert choices.live and choices.request_id == request_id
-            assert all(self.requests[r.request_id] is r for r in choices.live.values())
-        known = {*self.requests, *self.families}
+        for request_id, group in self.groups.items():
+            assert group.live and group.request_id == request_id
+            assert all(self.requests[r.request_id] is r for r in group.live.values())
+        known = {*self.requests, *self.groups}
         assert {id for ids in self._by_external_id.values() for id in ids} <= known
 
 

@@ -143,8 +143,8 @@ class SchedulerTrace:
     def on_finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
         """A request has ended; `is_told`: the scheduler was told so, rather than finding out by itself."""
         if is_told:
-            in_flight, request_id, choices = bool(self._records), request.request_id, request.choices
-            if choices is not None and choices.has_forked and not choices.is_ranked and request.index == 0:
+            in_flight, request_id, group = bool(self._records), request.request_id, request.group
+            if group is not None and group.has_forked and not group.is_ranked and request.index == 0:
                 request_id += "#0"  # this choice alone
             self._ended.append([request_id, str(reason), in_flight, len(self._arrivals)])
         self._finished.append(
