@@ -450,8 +450,8 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "an end from outside is an end of its own in a trace",
         "backend/quire/core/trace.py",
-        "        if is_told:\n            in_flight",
-        "        if not is_told:\n            in_flight",
+        "        if is_external:\n            in_flight",
+        "        if not is_external:\n            in_flight",
         ("tests/unit/test_trace.py::test_ends_from_outside_are_told_apart",),
     ),
 )

@@ -215,8 +215,8 @@ _SCHEDULER = (
     Mutant(
         "several choices join where there is one seat",
         "backend/quire/core/planner.py",
-        "if request.num_sequences > roster.num_free_seats:\n                    self.held_back_by",
-        "if roster.num_free_seats < 1:\n                    self.held_back_by",
+        "if request.num_sequences > roster.num_free_seats:\n                    self.admission_blocked_by",
+        "if roster.num_free_seats < 1:\n                    self.admission_blocked_by",
         ("tests/unit/test_choices.py::test_choices_survive_preemption_chunks_and_a_tiny_pool",),
     ),
     Mutant(
@@ -253,7 +253,7 @@ _SCHEDULER = (
     Mutant(
         "what a failed step was to fill stays findable",
         "backend/quire/core/scheduler.py",
-        "                self.kv.uncache(offers)\n",
+        "                self.kv.uncache(newly_cached)\n",
         "",
         (
             "tests/unit/test_failed_steps.py"

@@ -79,14 +79,15 @@ class Request:
         "index",
         "load_id",
         "num_cached_tokens",
+        "num_computed_before_preemption",
         "num_computed_tokens",
         "num_deaths",
-        "num_given_tokens",
-        "num_once_computed",
+        "num_forced_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_sequences",
+        "plain_decode_until",
         "prompt_logprobs",
         "rank",
         "request_id",
@@ -94,7 +95,6 @@ class Request:
         "sampling_params",
         "scheduling",
         "status",
-        "steady_until",
         "stop_reason",
         "swapped",
         "table",
@@ -149,9 +149,9 @@ class Request:
         """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
         self.drafter: Drafter | None = None
         """Guesses its next tokens, once it has generated one; None: nothing does."""
-        self.num_given_tokens = 0
+        self.num_forced_tokens = 0
         """Newest tokens that the runner must be told, as it did not sample them into this row itself."""
-        self.num_once_computed = 0
+        self.num_computed_before_preemption = 0
         """Tokens that it had computed, or found computed, when it last gave its blocks up."""
         self.num_cached_tokens = 0
         """Prompt tokens that were in the cache when it began."""
@@ -164,7 +164,7 @@ class Request:
         """Whether the runner has a row for it."""
         self.table: RequestBlocks | None = None
         """The request's blocks; only the KVCacheManager changes them."""
-        self.steady_until = 0
+        self.plain_decode_until = 0
         """Number of computed tokens up to which all rows of one token are alike: they sample, and
         nothing but that one token is to be told or done for them. 0 while it does not run."""
         self.load_id: int | None = None

@@ -238,8 +238,8 @@ class Scheduler:
         seconds = now - max(step.begun, self._updated)
         self._updated = now
         outputs: list[EngineCoreOutput] = []
-        for row, request, offers, result in zip(
-            step.output.scheduled, step.requests, step.offers, runner_output.rows, strict=True
+        for row, request, newly_cached, result in zip(
+            step.output.scheduled, step.requests, step.newly_cached, runner_output.rows, strict=True
         ):
             if row.samples:
                 request.num_pending_tokens -= 1
@@ -252,8 +252,8 @@ class Scheduler:
                         request, FinishReason.ERROR, result.error, result.error_code or EngineError.code
                     )
                     continue
-                if offers:
-                    self.transfers.save(offers)
+                if newly_cached:
+                    self.transfers.save(newly_cached)
                 if row.num_drafts:
                     self._take_drafts(request, row, result)
                 if self._has_accounts:
@@ -396,7 +396,7 @@ class Scheduler:
             if group is not None and not group.is_ranked and index.isdecimal():
                 one = group.live.get(int(index))
                 if one is not None and group.has_forked:
-                    self._finish(one, reason, is_told=True)
+                    self._finish(one, reason, is_external=True)
                     outputs.append(_final_output(parent, int(index), one, reason))
                 continue
             request = self.roster.requests.get(request_id)
@@ -418,11 +418,13 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         # Before any is ended: choices end together. What was offered stays so when its request ends or is
         # preempted while the step is under way, and nobody has computed it.
-        self.kv.uncache(self.roster.late_offers)
+        self.kv.uncache(self.roster.cached_after_plan)
         self.transfers.forget_saves()
         for step in steps:
-            for row, request, offers in zip(step.output.scheduled, step.requests, step.offers, strict=True):
-                self.kv.uncache(offers)
+            for row, request, newly_cached in zip(
+                step.output.scheduled, step.requests, step.newly_cached, strict=True
+            ):
+                self.kv.uncache(newly_cached)
                 if not request.is_finished:
                     self._take_back(request, row)
         for step in steps:
@@ -519,7 +521,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """The state now; O(waiting)."""
         rows, tokens = self.last_batch if self.roster.requests else (0, 0)
-        waiting, adapters = self.roster.waiting_by_reason(self._planner.held_back_by), self.roster.adapters
+        waiting, adapters = (
+            self.roster.waiting_by_reason(self._planner.admission_blocked_by),
+            self.roster.adapters,
+        )
         return SchedulerStats(
             step=self._num_steps,
             num_running=len(self.roster.running),
@@ -569,7 +574,7 @@ class Scheduler:
             request_id, indices = group.request_id, group.open_indices
             requests = list(group.live.values())
         for one in requests:
-            self._finish(one, reason, is_told=error is None)
+            self._finish(one, reason, is_external=error is None)
         if error is not None:
             return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
         return [_final_output(request_id, index, requests[0], reason) for index in indices]
@@ -580,10 +585,10 @@ class Scheduler:
         self._reservation.on_finished(request)
         self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: FinishReason, *, is_told: bool = False) -> None:
+    def _finish(self, request: Request, reason: FinishReason, *, is_external: bool = False) -> None:
         if request.status is RequestStatus.RUNNING:
             self._admission.on_departure()
-        self.roster.finish(request, reason, is_told=is_told)
+        self.roster.finish(request, reason, is_external=is_external)
 
     def _end_step(self) -> None:
         if self.roster.trace is not None:

@@ -309,7 +309,7 @@ class BeamSearch(SequenceGroup):
             beam = self.live[index]
             beam.token_ids.append(candidate.token_id)
             if beam.status is RequestStatus.RUNNING:
-                beam.num_given_tokens = 1
+                beam.num_forced_tokens = 1
         self._reports.clear()
 
     def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:

@@ -140,9 +140,9 @@ class SchedulerTrace:
     def on_preemption(self, request: Request) -> None:
         self._preempted.append(request.request_id)
 
-    def on_finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
-        """A request has ended; `is_told`: the scheduler was told so, rather than finding out by itself."""
-        if is_told:
+    def on_finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
+        """A request has ended; `is_external`: the scheduler was told so, and did not find out by itself."""
+        if is_external:
             in_flight, request_id, group = bool(self._records), request.request_id, request.group
             if group is not None and group.has_forked and not group.is_ranked and request.index == 0:
                 request_id += "#0"  # this choice alone
