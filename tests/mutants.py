@@ -30,7 +30,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "whoever was in a fatal step twice is the killer",
         "backend/quire/triton/generation.py",
-        "if is_suspect and risk.is_alone else 0",
+        "if is_suspect and suspects.is_alone else 0",
         "if is_suspect else 0",
         (
             "tests/triton/test_continuation.py"

@@ -341,7 +341,7 @@ class Planner:
         if request.num_pending_tokens or not most or row.new is not None:
             return
         most = min(most, self._most_drafts(step, request, num_slots))
-        count = self._drafts.take(chance, most)
+        count = self._drafts.allocate(chance, most)
         if count > 0:
             row.num_drafts = count
             if not drafter.uses_model:

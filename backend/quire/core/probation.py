@@ -15,7 +15,7 @@ STEPS_AHEAD = 2
 """Steps in flight, whose drafts come on top."""
 
 
-class Risk(NamedTuple):
+class InFlightSuspects(NamedTuple):
     """Suspects with rows under way. The engine writes them down before it launches a step, and the frontend
     reads them if the engine dies."""
 
@@ -25,7 +25,7 @@ class Risk(NamedTuple):
     """Whether nothing else has one."""
 
 
-NO_RISK = Risk()
+NO_SUSPECTS = InFlightSuspects()
 
 
 class Probation:
@@ -41,7 +41,7 @@ class Probation:
 
     def __init__(self, num_draft_tokens: int = 0) -> None:
         self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
-        self.risk = NO_RISK
+        self.in_flight_suspects = NO_SUSPECTS
         """Suspects in the steps under way; another object whenever they change."""
         self._suspects: dict[str, tuple[Request, float]] = {}
         """Suspects by id: the request, or the first of its choices, and the number of output tokens that
@@ -50,7 +50,7 @@ class Probation:
         self._alone: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._suspects) or self.risk is not NO_RISK
+        return bool(self._suspects) or self.in_flight_suspects is not NO_SUSPECTS
 
     def add(self, request: Request) -> None:
         """A request that an engine had which died."""
@@ -73,9 +73,9 @@ class Probation:
         """Rows of these requests are under way."""
         group_ids = {group_id(request) for request in requests}
         at_risk = tuple(sorted(group_ids & self._suspects.keys()))
-        risk = Risk(at_risk, len(group_ids) == 1) if at_risk else NO_RISK
-        if risk != self.risk:
-            self.risk = risk
+        suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS
+        if suspects != self.in_flight_suspects:
+            self.in_flight_suspects = suspects
 
 
 def group_id(request: Request) -> str:

@@ -212,7 +212,7 @@ class Scheduler:
             self.last_batch = len(step.requests), num_tokens
         output = step.output
         self.roster.take_changes(output)
-        output.kv_saves, output.kv_loads = self.transfers.take()
+        output.kv_saves, output.kv_loads = self.transfers.pop_planned()
         step.begun = self.roster.clock()
         self._in_flight.append(step)
         if self.probation:

@@ -207,7 +207,7 @@ class BlockTransfers:
             self.tiers.drop(keys)
             request.swapped = None
 
-    def take(self) -> tuple[list[KVSave], list[KVLoad]]:
+    def pop_planned(self) -> tuple[list[KVSave], list[KVLoad]]:
         """Hands over the saves and loads for the next step, once."""
         saves, self._saves = self._saves, []
         loads, self._loads = self._loads, []

@@ -530,7 +530,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         timeline.end("warm-up")
         core.adapters.on_change = directory.write_adapters
         directory.write_adapters(core.adapters.saved())
-        core.on_risk = lambda risk: directory.write_risk(pid, risk)
+        core.on_suspects = lambda suspects: directory.write_suspects(pid, suspects)
         if config.scheduler.trace_file:
             core.enable_trace(Path(config.scheduler.trace_file))
     except QuireError as error:

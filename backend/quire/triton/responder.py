@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.probation import Risk
+from quire.core.probation import InFlightSuspects
 from quire.engine.client import Answer, EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
     CancelByExternalId,
@@ -304,7 +304,7 @@ class Responder(threading.Thread):
             case CommandResult():
                 self._answer(answer)
             case EngineLost():
-                self._pause_all(answer.risk)
+                self._pause_all(answer.suspects)
             case EngineReplaced():
                 self._continue_all()
             case EngineGone():
@@ -580,7 +580,7 @@ class Responder(threading.Thread):
         reason = FinishReason.CANCELLED if is_cancel else FinishReason.STOP
         self._send(handle, RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0))
 
-    def _pause_all(self, risk: Risk) -> None:
+    def _pause_all(self, suspects: InFlightSuspects) -> None:
         """The engine died: what it generated goes on in the next one; commands are not repeated, but for
         cancellations, which it may not have read: they are for what pauses now.
 
@@ -597,7 +597,7 @@ class Responder(threading.Thread):
         for generation in list(self._generating.values()):
             if generation.is_over:
                 continue
-            if generation.take_death(risk):
+            if generation.record_crash(suspects):
                 self._tell_end(generation.handle, FinishReason.ERROR)
                 self._fail(generation.handle, "two engines died while they computed it alone", "INTERNAL")
                 continue
