@@ -267,7 +267,7 @@ class Request:
         return limit if max_tokens is None or max_tokens > limit else max_tokens
 
     @property
-    def named(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """Ids that log records of the request carry."""
         return {"request_id": self.request_id, "external_id": self.external_id}
 

@@ -514,7 +514,7 @@ def test_engines_that_die_while_requests_get_on_blame_none(frontend: Frontend) -
     while not sender.final.is_set():
         for _ in range(26):  # some of them compute again what was known
             frontend.step()
-        frontend.engine.die(frontend.engine._risks[-1])
+        frontend.engine.die(frontend.engine._stated_suspects[-1])
         frontend.turn()
         frontend.replace()
     assert len(answers(sender)[0, 0]["ids"]) == 150 and frontend.engine.num_deaths > 4

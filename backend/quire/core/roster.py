@@ -304,7 +304,7 @@ class Roster:
             self.cached_after_plan += newly_cached
             self._pin(request)
         except Exception:
-            logger.exception("what a request has computed is not kept", extra=request.named)
+            logger.exception("what a request has computed is not kept", extra=request.log_fields)
 
     def _pin(self, request: Request) -> None:
         scheduling, now = request.scheduling, self.clock()

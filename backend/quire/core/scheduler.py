@@ -453,7 +453,7 @@ class Scheduler:
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
         """Ends a request, or what is left of it, as its row could not be taken in."""
-        logger.exception("a step could not be taken in", extra=request.named)
+        logger.exception("a step could not be taken in", extra=request.log_fields)
         self._take_back(request, row)
         group = request.group
         if group is not None:

@@ -233,14 +233,14 @@ class AdapterRegistry:
         while self._loads and self._loads[0][-1].done():
             command, path, answer, future = self._loads.popleft()
             try:
-                status = self._take(command.name, path, future.result())
+                status = self._register(command.name, path, future.result())
             except Exception as error:
                 answer(_as_ours(error))
             else:
                 answer(msgspec.to_builtins(status))
         return failed
 
-    def _take(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
+    def _register(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
         old = self._by_name.get(name)
         if old is not None and self._is_leaving(old):
             raise UnavailableError(f"name: {shown(name)} is being unloaded")

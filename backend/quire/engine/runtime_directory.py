@@ -159,7 +159,7 @@ class RuntimeDirectory:
         self.write("state.json", msgspec.json.encode(state))
 
     def read_suspects(self, pid: int) -> InFlightSuspects:
-        """Reads the suspects that an engine stated before it ended; NO_SUSPECTS: it stated nothing readable."""
+        """Reads the suspects an engine stated before it ended; NO_SUSPECTS: it stated nothing readable."""
         try:
             return _suspects_decoder.decode(self.read(f"at-risk-{pid}", MAX_SUSPECTS_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError):

@@ -190,7 +190,8 @@ class Responder(threading.Thread):
             action()
         except Exception:
             logger.exception(
-                "frontend: a request could not be handled", extra=None if handle is None else handle.named
+                "frontend: a request could not be handled",
+                extra=None if handle is None else handle.log_fields,
             )
 
     def _timeout_ms(self) -> int:
@@ -220,7 +221,7 @@ class Responder(threading.Thread):
             self._fail(handle, str(error), error.code)
             self._abort_others(handle)
         except Exception as error:
-            logger.exception("frontend: a request cannot be handed to the engine", extra=handle.named)
+            logger.exception("frontend: a request cannot be handed to the engine", extra=handle.log_fields)
             self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
             self._abort_others(handle)
 
@@ -417,7 +418,7 @@ class Responder(threading.Thread):
         return count
 
     def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
-        logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.named)
+        logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.log_fields)
         self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
         self._abort(handle, FinishReason.ERROR)
 
@@ -498,7 +499,7 @@ class Responder(threading.Thread):
             for output in outputs:
                 handle.send(output, before_error=True)
         except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
-            logger.error("frontend: a request could not be told its end: %s", error, extra=handle.named)
+            logger.error("frontend: a request could not be told its end: %s", error, extra=handle.log_fields)
 
     def _report(self, handle: RequestHandle, reason: str, error_code: str = "") -> None:
         """Tells the observers of a request's end, once."""
@@ -510,7 +511,7 @@ class Responder(threading.Thread):
             try:
                 observer.ended(record)
             except Exception:
-                logger.exception("frontend: an end could not be reported", extra=handle.named)
+                logger.exception("frontend: an end could not be reported", extra=handle.log_fields)
 
     def _fail(
         self,
@@ -533,7 +534,7 @@ class Responder(threading.Thread):
         """A response was not delivered: its request ends with an error, here and in the engine."""
         now = time.monotonic()
         self._careful_until = now + CAREFUL_S
-        logger.error("frontend: a response could not be sent: %s", error, extra=handle.named)
+        logger.error("frontend: a response could not be sent: %s", error, extra=handle.log_fields)
         if handle.is_ending:
             heapq.heappush(self._ending, (now + END_PAUSES_S[0], handle.request_id, 0, handle))
         elif handle.is_open:
@@ -560,7 +561,7 @@ class Responder(threading.Thread):
                     due = now + END_PAUSES_S[failures + 1]
                     heapq.heappush(self._ending, (due, request_id, failures + 1, handle))
                 else:
-                    logger.error("frontend: a request is given up: %s", error, extra=handle.named)
+                    logger.error("frontend: a request is given up: %s", error, extra=handle.log_fields)
                     handle.abandon()
 
     def _answer(self, result: CommandResult) -> None:
@@ -679,11 +680,11 @@ class Responder(threading.Thread):
             try:
                 is_cancelled = handle.is_cancelled()
             except Exception as error:
-                logger.error("frontend: a request could not be polled: %s", error, extra=handle.named)
+                logger.error("frontend: a request could not be polled: %s", error, extra=handle.log_fields)
                 is_cancelled = False
             if is_cancelled:
                 if handle.parsed.form == "vllm":
-                    logger.info("[vllm] Cancelling the request", extra=handle.named)
+                    logger.info("[vllm] Cancelling the request", extra=handle.log_fields)
                     told.append(handle)
                 cancelled += [processor.request_id for processor in handle.processors]
                 self._fail(handle, "the request was cancelled", "CANCELLED", reason=FinishReason.CANCELLED)
@@ -695,7 +696,7 @@ class Responder(threading.Thread):
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
         self.engine.abort(cancelled, FinishReason.CANCELLED)
         for handle in told:  # what vllm_backend logs, and its users search for
-            logger.info("[vllm] Successfully cancelled the request", extra=handle.named)
+            logger.info("[vllm] Successfully cancelled the request", extra=handle.log_fields)
 
 
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:
