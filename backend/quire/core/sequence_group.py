@@ -331,5 +331,5 @@ def make_sequence_group(request: Request, max_model_len: int) -> SequenceGroup |
         return None
     if params.beam_width > 1:
         return BeamSearch(request, max_model_len)
-    assert not params.is_ranked, "the frontend ranks choices (`ranked_here`)"
+    assert not params.is_ranked, "the frontend ranks choices (`split_ranking`)"
     return SequenceGroup(request)

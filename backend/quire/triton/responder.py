@@ -80,7 +80,7 @@ class Responder(threading.Thread):
         drain: of the model.
         results: keeps what the engine answers; None: nothing does.
         meter: told of the responses of streams.
-        took: told of each output of the engine that is no error, when its choice has taken it.
+        on_output: told of each output of the engine that is no error, when its choice has taken it.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Responder(threading.Thread):
         drain: Drain | None = None,
         results: ResultCache | None = None,
         meter: StreamMeter | None = None,
-        took: Callable[[RequestHandle, OutputProcessor, EngineCoreOutput], None] | None = None,
+        on_output: Callable[[RequestHandle, OutputProcessor, EngineCoreOutput], None] | None = None,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
-        self._decoder = None if tokenizer is None else TokenDecoder.of(tokenizer)
+        self._decoder = None if tokenizer is None else TokenDecoder.for_tokenizer(tokenizer)
         self.engine = engine
         self.drain = Drain() if drain is None else drain
-        self._model, self._observers, self._meter, self._took = model, observers, meter, took
+        self._model, self._observers, self._meter, self._on_output = model, observers, meter, on_output
         self._results = results
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
         """Requests that are answered from the result cache, and what is still to be said of them."""
@@ -296,9 +296,9 @@ class Responder(threading.Thread):
     def _receive(self) -> None:
         for answer in self.engine.receive():
             # Each by itself: the death of an engine must be learned of, whatever its last words do.
-            self._guard(partial(self._take, answer))
+            self._guard(partial(self._handle_answer, answer))
 
-    def _take(self, answer: Answer) -> None:
+    def _handle_answer(self, answer: Answer) -> None:
         match answer:
             case Outputs():
                 self._take_outputs(answer.outputs)
@@ -320,11 +320,11 @@ class Responder(threading.Thread):
                 continue
             choice = found.processor.choices[output.index]
             if found.recording is not None and output.error is None:
-                found.recording.take(choice, output)
+                found.recording.add_output(choice, output)
             if choice not in self._due or not choice.append(output):
                 stopped += self._process(found.handle, found.processor, choice, output)
-            elif self._took is not None:
-                self._took(found.handle, choice, output)
+            elif self._on_output is not None:
+                self._on_output(found.handle, choice, output)
         self.engine.abort(stopped, FinishReason.STOP)
 
     def _process(
@@ -348,8 +348,8 @@ class Responder(threading.Thread):
             self._cannot_process(handle, error)
             return []
         self._mark(handle, choice)
-        if self._took is not None:
-            self._took(handle, choice, output)
+        if self._on_output is not None:
+            self._on_output(handle, choice, output)
         return [] if stopped is None else [stopped]
 
     def _mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
@@ -394,7 +394,7 @@ class Responder(threading.Thread):
             if handle is None:
                 continue  # an error of another choice has ended the request
             try:
-                output = choice.take_ready()
+                output = choice.pop_ready()
                 if output is not None:
                     made[handle] = choice, output, handle.make(output)
             except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
@@ -429,7 +429,7 @@ class Responder(threading.Thread):
         choice: OutputProcessor | None = None,
         response: Response | None = None,
     ) -> None:
-        """Sends what `take` gave, or the answer to a command.
+        """Sends what `pop_output` gave, or the answer to a command.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
@@ -485,7 +485,7 @@ class Responder(threading.Thread):
         before it, a BLS caller of the 24.10 server never sees it. What has not begun is told by the error.
 
         Args:
-            taken: what `take` gave of one choice.
+            taken: what `pop_output` gave of one choice.
         """
         if not (handle.parsed.stream and handle.last_sent):
             return
@@ -495,7 +495,7 @@ class Responder(threading.Thread):
                 for choice in processor.choices:
                     if not choice.finished or choice in self._due:
                         choice.finish(reason)
-                        outputs.append(choice.take())
+                        outputs.append(choice.pop_output())
             for output in outputs:
                 handle.send(output, before_error=True)
         except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
