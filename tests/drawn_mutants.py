@@ -420,7 +420,7 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "an exempt tenant pays",
         "backend/quire/core/policies/queue.py",
-        "        if request.scheduling.exempt:\n            return\n        tenant",
+        "        if request.scheduling.is_internal:\n            return\n        tenant",
         "        tenant",
         ("tests/unit/test_priority_and_fairness.py::test_a_probe_of_the_engine_is_nobody_s_service",),
     ),

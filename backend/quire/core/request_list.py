@@ -35,7 +35,7 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
     positions = {request.request_id: position for position, request in enumerate(waiting)}
     groups: dict[str, list[Request]] = {}
     for request in [*roster.running, *waiting]:
-        if request.scheduling.exempt:
+        if request.scheduling.is_internal:
             continue  # the engine's own
         if tenant is None or request.scheduling.tenant == tenant:
             name = request.request_id if request.group is None else request.group.request_id

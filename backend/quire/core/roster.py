@@ -160,7 +160,7 @@ class Roster:
         if not request.num_preemptions and request.index == 0:
             request.num_cached_tokens = prefix.num_tokens
             self.kv.num_cached_tokens += prefix.num_tokens
-            if not request.scheduling.exempt:
+            if not request.scheduling.is_internal:
                 self.kv.num_queried_tokens += request.num_tokens
 
     def preempt(self, request: Request) -> None:

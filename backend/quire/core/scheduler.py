@@ -293,7 +293,7 @@ class Scheduler:
                 token_id, num_known + count, self.max_model_len
             ):
                 result.cut(count)
-                result.ends = False
+                result.is_final = False
                 break
         num_right = len(result.token_ids) - 1
         request.num_computed_tokens = min(
@@ -353,7 +353,7 @@ class Scheduler:
             output.num_preemptions = request.num_preemptions
         for count, token_id in enumerate(result.token_ids, 1):
             token_ids.append(token_id)
-            at_end = result.ends and count == len(result.token_ids)
+            at_end = result.is_final and count == len(result.token_ids)
             if request.check_stop(self.max_model_len) or at_end:
                 if at_end and request.finish_reason is not FinishReason.STOP:
                     request.finish_reason = FinishReason.STOP  # whole, also where it may not be longer

@@ -28,9 +28,12 @@ VERSION = 2
 """Version of what a record holds, and of the configuration's keys in the header."""
 
 _SCHEDULING: msgspec.Struct = SchedulingParams()
-_SCHEDULING_KEYS = SchedulingParams.__struct_fields__
+_SCHEDULING_KEYS = dict(
+    zip(SchedulingParams.__struct_fields__, SchedulingParams.__struct_encode_fields__, strict=True)
+)
+"""Keys of the fields in a record, by the names of their attributes."""
 _SAMPLING: msgspec.Struct = SamplingParams()
-_SAMPLING_KEYS = ("n", "best_of", "beam_width")
+_SAMPLING_KEYS = {name: name for name in ("n", "best_of", "beam_width")}
 
 
 class SchedulerTrace:
@@ -131,7 +134,9 @@ class SchedulerTrace:
         ):
             if given != default:
                 arrival |= {
-                    key: getattr(given, key) for key in keys if getattr(given, key) != getattr(default, key)
+                    key: getattr(given, name)
+                    for name, key in keys.items()
+                    if getattr(given, name) != getattr(default, name)
                 }
         if self._records:
             arrival["in_flight"] = True

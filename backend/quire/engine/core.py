@@ -481,7 +481,7 @@ class EngineCore:
                 [0] * num_tokens,
                 SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature, top_k=2),
                 external_id="warm-up",
-                scheduling=SchedulingParams(exempt=True),
+                scheduling=SchedulingParams(is_internal=True),
             )
             while self.has_work:
                 for output in self.step():

@@ -355,7 +355,7 @@ class EngineLoop:
     def _probe(self) -> None:
         """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(exempt=True))
+        self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(is_internal=True))
 
     def _trace_abort(self, request_ids: list[str], learned_at: float) -> None:
         if self.core.trace is not None:
@@ -376,7 +376,7 @@ class EngineLoop:
             raise EngineError("request ids must not hold #, which names choices")
         check_together(message.sampling_params)
         _check_outputs(message)
-        if message.scheduling.exempt:
+        if message.scheduling.is_internal:
             raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
         embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
         try:

@@ -359,7 +359,7 @@ class FairQueue(QueuePolicy):
             self._charge(request, OUTPUT_WEIGHT * num_output)
 
     def _charge(self, request: Request, service: float) -> None:
-        if request.scheduling.exempt:
+        if request.scheduling.is_internal:
             return
         tenant = request.scheduling.tenant
         account = self._waiting.get(tenant) or self._touch(tenant)
