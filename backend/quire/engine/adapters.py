@@ -300,7 +300,7 @@ class AdapterRegistry:
         """How many unfinished requests are computed with an adapter; choices count as one."""
         return len({group_id(one) for one in self.requests.values() if one.adapter is adapter})
 
-    def give_back(self) -> None:
+    def drop_weights(self) -> None:
         """Gives back the memory of all weights: the engine sleeps, and reads them again."""
         self._weights.clear()
         if self.slots is not None:

@@ -413,7 +413,7 @@ class EngineCore:
             self._publish()
             if self.tiers is not None:
                 self.tiers.close()
-            self.adapters.give_back()
+            self.adapters.drop_weights()
             self.scheduler.roster.take_changes(SchedulerOutput(0))  # the runner forgets by itself
             self._attach(None)
             _wait_for(self.executor.sleep(), meanwhile)
