@@ -177,7 +177,7 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "suspects of an engine's death run beside others",
         "backend/quire/core/planner.py",
-        "return self._only is None or family_of(request) == self._only",
+        "return self._only is None or group_id(request) == self._only",
         "return True",
         ("tests/triton/test_continuation.py",),
     ),
@@ -420,7 +420,7 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "an exempt tenant pays",
         "backend/quire/core/policies/queue.py",
-        "        if request.scheduling.exempt:\n            return\n        tenant",
+        "        if request.scheduling.is_internal:\n            return\n        tenant",
         "        tenant",
         ("tests/unit/test_priority_and_fairness.py::test_a_probe_of_the_engine_is_nobody_s_service",),
     ),
@@ -450,8 +450,8 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "an end from outside is an end of its own in a trace",
         "backend/quire/core/trace.py",
-        "        if is_told:\n            in_flight",
-        "        if not is_told:\n            in_flight",
+        "        if is_external:\n            in_flight",
+        "        if not is_external:\n            in_flight",
         ("tests/unit/test_trace.py::test_ends_from_outside_are_told_apart",),
     ),
 )

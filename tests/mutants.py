@@ -30,7 +30,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "whoever was in a fatal step twice is the killer",
         "backend/quire/triton/generation.py",
-        "if is_suspect and risk.is_alone else 0",
+        "if is_suspect and suspects.is_alone else 0",
         "if is_suspect else 0",
         (
             "tests/triton/test_continuation.py"
@@ -215,8 +215,8 @@ _SCHEDULER = (
     Mutant(
         "several choices join where there is one seat",
         "backend/quire/core/planner.py",
-        "if request.num_sequences > roster.num_free_seats:\n                    self.held_back_by",
-        "if roster.num_free_seats < 1:\n                    self.held_back_by",
+        "if request.num_sequences > roster.num_free_seats:\n                    self.admission_blocked_by",
+        "if roster.num_free_seats < 1:\n                    self.admission_blocked_by",
         ("tests/unit/test_choices.py::test_choices_survive_preemption_chunks_and_a_tiny_pool",),
     ),
     Mutant(
@@ -253,7 +253,7 @@ _SCHEDULER = (
     Mutant(
         "what a failed step was to fill stays findable",
         "backend/quire/core/scheduler.py",
-        "                self.kv.uncache(offers)\n",
+        "                self.kv.uncache(newly_cached)\n",
         "",
         (
             "tests/unit/test_failed_steps.py"
@@ -361,7 +361,7 @@ _SCHEDULER = (
     ),
     Mutant(
         "choices share one seed",
-        "backend/quire/core/choices.py",
+        "backend/quire/core/sequence_group.py",
         "seed = None if params.seed is None else choice_seed(params.seed, index)",
         "seed = params.seed",
         ("tests/unit/test_choices.py::test_four_choices_use_the_blocks_of_the_prompt_once",),
@@ -375,14 +375,14 @@ _SCHEDULER = (
     ),
     Mutant(
         "a beam ends from one place too far down",
-        "backend/quire/core/choices.py",
+        "backend/quire/core/sequence_group.py",
         "elif end is not None and place < width:",
         "elif end is not None and place <= width:",
         ("tests/unit/test_beam_search.py::test_results_are_those_of_the_search_alone",),
     ),
     Mutant(
         "choices lengthen one list of hashes",
-        "backend/quire/core/choices.py",
+        "backend/quire/core/sequence_group.py",
         "child.block_hashes = list(parent.block_hashes)",
         "child.block_hashes = parent.block_hashes",
         ("tests/unit/test_choices.py::test_choices_survive_preemption_chunks_and_a_tiny_pool",),

@@ -20,7 +20,7 @@ from quire.engine.core import EngineCore
 from quire.errors import EngineError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import ChatParsing, prepare_answer
-from quire.frontend.output_processor import RequestProcessor, ranked_here
+from quire.frontend.output_processor import RequestProcessor, split_ranking
 from quire.grammar import Vocabulary
 from quire.multimodal import PromptEmbeds
 from quire.outputs import RequestOutput
@@ -57,7 +57,7 @@ class LLM:
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(generation)
         self.tokenizer = Tokenizer.find(self.config.model.tokenizer, model)
-        self._chat_parsing = ChatParsing.of(self.tokenizer, self.config.frontend)
+        self._chat_parsing = ChatParsing.from_config(self.tokenizer, self.config.frontend)
         self._ids = itertools.count()
 
     def generate(
@@ -119,7 +119,7 @@ class LLM:
                 one, new_answer = prepare_answer(self._chat_parsing, one, chat, check)
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
-                asked, (one, num_best) = one, ranked_here(one)
+                asked, (one, num_best) = one, split_ranking(one)
                 request_ids.append(request_id)
                 self.core.add_request(
                     request_id, token_ids, one, scheduling=plan, embeds=image, adapter=name or ""
@@ -145,7 +145,7 @@ class LLM:
             raise
         results = []
         for processor in processors.values():
-            first, *others = (choice.take() for choice in processor.results)
+            first, *others = (choice.pop_output() for choice in processor.results)
             for choice in (first, *others):
                 if choice.error is not None:
                     raise EngineError(choice.error)

@@ -133,7 +133,7 @@ class RowOutput(msgspec.Struct):
     """Log-probabilities of each token, where asked for."""
     error: str = ""
     """The row failed alone (logits without a finite entry): its request ends with this message."""
-    ends: bool = False
+    is_final: bool = False
     """Whether nothing can follow the last token: the request's grammar is at its end."""
     error_code: str = ""
     """Name of the Triton status code; empty: INTERNAL."""

@@ -13,9 +13,9 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
-    from quire.core.choices import Choices
     from quire.core.drafts import Drafter
     from quire.core.kv_cache_manager import RequestBlocks
+    from quire.core.sequence_group import SequenceGroup
 
 
 class RequestStatus(enum.IntEnum):
@@ -68,25 +68,26 @@ class Request:
         "admitted_at",
         "arrival_time",
         "block_hashes",
-        "choices",
         "drafter",
         "embeds",
         "end_token_ids",
         "eos_token_ids",
         "external_id",
         "finish_reason",
+        "group",
         "in_runner",
         "index",
         "load_id",
         "num_cached_tokens",
+        "num_computed_before_preemption",
         "num_computed_tokens",
         "num_deaths",
-        "num_given_tokens",
-        "num_once_computed",
+        "num_forced_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_sequences",
+        "plain_decode_until",
         "prompt_logprobs",
         "rank",
         "request_id",
@@ -94,7 +95,6 @@ class Request:
         "sampling_params",
         "scheduling",
         "status",
-        "steady_until",
         "stop_reason",
         "swapped",
         "table",
@@ -142,16 +142,16 @@ class Request:
         """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
         self.index = 0
         """Number of the choice."""
-        self.choices: Choices | None = None
-        """State that the request shares with the other choices of its family; None: it is the only one."""
+        self.group: SequenceGroup | None = None
+        """State that the request shares with the other sequences of its group; None: it is the only one."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
         self.drafter: Drafter | None = None
         """Guesses its next tokens, once it has generated one; None: nothing does."""
-        self.num_given_tokens = 0
+        self.num_forced_tokens = 0
         """Newest tokens that the runner must be told, as it did not sample them into this row itself."""
-        self.num_once_computed = 0
+        self.num_computed_before_preemption = 0
         """Tokens that it had computed, or found computed, when it last gave its blocks up."""
         self.num_cached_tokens = 0
         """Prompt tokens that were in the cache when it began."""
@@ -164,7 +164,7 @@ class Request:
         """Whether the runner has a row for it."""
         self.table: RequestBlocks | None = None
         """The request's blocks; only the KVCacheManager changes them."""
-        self.steady_until = 0
+        self.plain_decode_until = 0
         """Number of computed tokens up to which all rows of one token are alike: they sample, and
         nothing but that one token is to be told or done for them. 0 while it does not run."""
         self.load_id: int | None = None
@@ -234,8 +234,8 @@ class Request:
 
     @property
     def is_paused(self) -> bool:
-        """Whether, waiting, it waits for other sequences of its family, and for no place to run."""
-        return self.choices is not None and self.choices.is_paused(self)
+        """Whether, waiting, it waits for other sequences of its group, and for no place to run."""
+        return self.group is not None and self.group.is_paused(self)
 
     @property
     def is_finished(self) -> bool:
@@ -267,7 +267,7 @@ class Request:
         return limit if max_tokens is None or max_tokens > limit else max_tokens
 
     @property
-    def named(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """Ids that log records of the request carry."""
         return {"request_id": self.request_id, "external_id": self.external_id}
 

@@ -47,7 +47,8 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     num_draft: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
     """Most tokens that a step tries of it beyond the next one, at most the engine's `num_draft_tokens`; None:
     as many as that."""
-    exempt: bool = False
-    """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for it."""
+    is_internal: bool = msgspec.field(default=False, name="exempt")
+    """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for
+    it. Its name in messages and traces is `exempt`."""
     deadline: Seconds | None = None
     """CLOCK_MONOTONIC seconds: unfinished by then, the request ends with finish_reason timeout."""

@@ -73,7 +73,7 @@ def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
             "dimensions", f"at most {hidden_size} (the model's hidden size), got {params.dimensions}"
         )
     of_tokens = {
-        "best_of": (params.best_of or 1) > 1,  # also where the frontend has made it the `n` (`ranked_here`)
+        "best_of": (params.best_of or 1) > 1,  # also where the frontend has made it the `n` (`split_ranking`)
         "n": params.n > 1,
         "beam_width": params.beam_width > 1,
         "logprobs": params.logprobs is not None,

@@ -181,7 +181,7 @@ def test_results_are_kept_by_weights_adapter_and_parameters() -> None:
         assert parsed.results is None and parsed.recording is not None
         (choice,) = RequestProcessor("r", 2, parsed.params, None).choices
         output = EngineCoreOutput("r", [token] * 3, "length")
-        parsed.recording.take(choice, output)
+        parsed.recording.add_output(choice, output)
         choice.process(output)
         cache.keep(parsed.recording, [choice], engine)
 

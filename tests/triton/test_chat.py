@@ -67,7 +67,7 @@ def answered(tokenizer: Tokenizer, parsed: Any, size: int = 1, reason: str = "st
         ends = reason if start + size >= len(token_ids) else None
         processor.process(EngineCoreOutput("r", token_ids[start : start + size], finish_reason=ends))
         if parsed.stream or ends:
-            output = processor.choices[0].take_ready()
+            output = processor.choices[0].pop_ready()
             if output is not None:
                 handle.send(output)
     assert sender.final.is_set()

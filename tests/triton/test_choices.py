@@ -24,7 +24,7 @@ from quire.engine.adapters import AdapterRegistry  # noqa: E402
 from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.frontend.detokenizer import TokenDecoder  # noqa: E402
-from quire.frontend.output_processor import ranked_here  # noqa: E402
+from quire.frontend.output_processor import split_ranking  # noqa: E402
 from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
@@ -229,7 +229,7 @@ def test_the_best_choices_are_those_of_what_stands_before_a_stop_string(tmp_path
         return tokens(index, token_id, logprobs=entry, finish_reason=reason)
 
     try:
-        params, num_best = ranked_here(SamplingParams(n=2, best_of=3, stop=("b",), prompt_logprobs=0))
+        params, num_best = split_ranking(SamplingParams(n=2, best_of=3, stop=("b",), prompt_logprobs=0))
         assert (params.n, params.is_ranked, params.logprobs, num_best) == (3, False, 0, 2)
         sender = harness.submit(params, stream=False, num_best=num_best)
         first = [step(0, a, -3.0), step(1, a, -1.0), step(2, a, -2.0)]
@@ -248,7 +248,7 @@ def test_the_best_choices_are_those_of_what_stands_before_a_stop_string(tmp_path
     finally:
         harness.close()
     for same in (SamplingParams(n=3, best_of=3), SamplingParams(n=2, beam_width=3), SamplingParams(n=2)):
-        assert ranked_here(same) == (same, 0)
+        assert split_ranking(same) == (same, 0)
 
 
 @pytest.mark.parametrize("by", ["client", "id"])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
-from quire.core.probation import Risk
+from quire.core.probation import InFlightSuspects
 from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.sampling_params import SamplingParams, parse_sampling_params
@@ -300,10 +300,10 @@ def test_an_answer_that_came_whole_is_not_taken_back_by_a_death(frontend: Fronte
     """Its engines had died of it, says the last one, which delivered its end."""
     sender = frontend.submit([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
     (generation,) = frontend.responder._generating.values()
-    generation.num_kills = 1
+    generation.num_crashes_alone = 1
     for _ in range(3):
         frontend.engine.step()
-    frontend.engine.die(Risk(("t-0",), is_alone=True))
+    frontend.engine.die(InFlightSuspects(("t-0",), is_alone=True))
     frontend.turn()
     assert len(answers(sender)[0, 0]["ids"]) == 3
 
@@ -514,7 +514,7 @@ def test_engines_that_die_while_requests_get_on_blame_none(frontend: Frontend) -
     while not sender.final.is_set():
         for _ in range(26):  # some of them compute again what was known
             frontend.step()
-        frontend.engine.die(frontend.engine._risks[-1])
+        frontend.engine.die(frontend.engine._stated_suspects[-1])
         frontend.turn()
         frontend.replace()
     assert len(answers(sender)[0, 0]["ids"]) == 150 and frontend.engine.num_deaths > 4

@@ -128,7 +128,7 @@ def test_a_line_of_each_request_that_ends(served: Served, log: Log) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "said"),
     [
-        (OutputProcessor, "take_ready", "frontend: an output cannot be processed"),
+        (OutputProcessor, "pop_ready", "frontend: an output cannot be processed"),
         (EngineCore, "add_request", "engine: a message could not be handled"),
         (Runner, "computed", "step 1 failed with 1 rows (1 steps in flight)"),
     ],

@@ -367,7 +367,7 @@ def test_what_vllm_backend_shows_is_counted_as_there(tmp_path: Path) -> None:
     """A choice counts as a request, and each token is measured from the one before it, streamed or not."""
     own = MetricsBoard(fake_pb_utils, period_s=0.0)
     harness = Harness(tmp_path)
-    harness.responder._took = VllmBackendMetrics(own, "m", "1", max_model_len=400).took
+    harness.responder._on_output = VllmBackendMetrics(own, "m", "1", max_model_len=400).on_output
     try:
         senders = [
             harness.submit([5, 6, 7], max_tokens=20, ignore_eos=True),
@@ -402,7 +402,7 @@ def test_vllm_backend_counts_no_choice_twice_and_no_first_token_that_never_came(
             EngineConfig.from_mapping({"model": "fake", "block_size": 4, "max_num_seqs": 2}),
             RunnerExecutor(FakeRunner(256, 4, max_model_len=400)),
         ),
-        took=VllmBackendMetrics(own, "m", "1", max_model_len=400).took,
+        on_output=VllmBackendMetrics(own, "m", "1", max_model_len=400).on_output,
     )
     try:
         params = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
@@ -578,7 +578,7 @@ def test_tokens_behind_a_stop_string_are_not_counted() -> None:
     for token_ids in ([0], [0, 1, 2, 3, 4]):
         output = EngineCoreOutput("r", token_ids)
         choice.process(output)
-        shows.took(handle, choice, output)
+        shows.on_output(handle, choice, output)
     assert (choice.num_output_tokens, choice.finish_reason) == (4, "stop")
     own.send()
     assert shown("model", "version")["vllm:generation_tokens_total"] == 4

@@ -30,7 +30,7 @@ from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.engine.messages import AddRequest, EmbedsMessage, EngineInfo  # noqa: E402
 from quire.engine.shared_array import SharedArray  # noqa: E402
-from quire.frontend.output_processor import ranked_here  # noqa: E402
+from quire.frontend.output_processor import split_ranking  # noqa: E402
 from quire.logits_processors import NamedProcessor  # noqa: E402
 from quire.sampling_params import SamplingParams, StructuredOutput, Thinking  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
@@ -86,7 +86,7 @@ class Harness(Frontend):
         self.count += 1
         names = ALL if params.logprobs is not None else ALL - {"logprobs", "cumulative_logprob"}
         names -= set() if params.prompt_logprobs is not None else {"prompt_logprobs"}
-        params, num_best = ranked_here(params)
+        params, num_best = split_ranking(params)
         fields = {"stream": True, "arrived_at": time.monotonic(), "num_best": num_best, **fields}
         parsed = ParsedRequest(prompt, params, f"r{self.count}", names, names | {"timing"}, **fields)
         self.cache.look_up(parsed, self.responder.engine.info)

@@ -55,7 +55,7 @@ def parsed(answer: Answer, pieces: Iterable[str]) -> Transcript:
 
     def take() -> None:
         nonlocal content, reasoning
-        text, thought, deltas = answer.take()
+        text, thought, deltas = answer.pop_deltas()
         content, reasoning = content + text, reasoning + thought
         for delta in deltas:
             function = delta["function"]
@@ -123,7 +123,7 @@ def test_pieces_come_as_the_text_comes(name: str) -> None:
         answer.feed(text[end])
         if "days" in text[: end + 1]:
             break
-    deltas = answer.take()[2]
+    deltas = answer.pop_deltas()[2]
     assert deltas[0]["function"]["name"] == "get_weather"
     assert "am" in "".join(delta["function"]["arguments"] for delta in deltas)
 
@@ -171,7 +171,7 @@ def test_arguments_without_a_utf8_form_are_no_call() -> None:
     answer = parser("hermes")
     answer.feed(text)
     answer.finish()
-    content, _, calls = answer.take()
+    content, _, calls = answer.pop_deltas()
     assert (content, calls) == (text.removesuffix("</tool_call>") + "</tool_call>", [])
 
 
@@ -231,7 +231,7 @@ def test_megabytes_of_nonsense_are_read_once(name: str) -> None:
             held = getattr(answer._parser, "_text", "")
             assert len(held) < 2**17
             answer.finish()
-            answer.take()
+            answer.pop_deltas()
 
 
 @pytest.mark.parametrize("size", [1000, 1018, 1024, 1025, 1100, 3000])
@@ -411,7 +411,7 @@ def processed(
         new, position = token_ids[position : position + size], position + size
         ends = reason if position >= len(token_ids) else None
         processor.process(EngineCoreOutput("r", new, finish_reason=ends))
-        output = choice.take_ready()
+        output = choice.pop_ready()
         if output is not None:
             whole = output.after(whole)
     assert whole is not None

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
-from quire.frontend.output_processor import RequestProcessor, ranked_here
+from quire.frontend.output_processor import RequestProcessor, split_ranking
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, RequestOutput, SchedulerOutput
 from quire.request import FinishReason, Request
@@ -142,7 +142,7 @@ def best(engine: FakeEngine, asked: dict[str, SamplingParams]) -> dict[str, list
     """What callers are told of requests, by id, once none of their choices is open."""
     processors: dict[str, RequestProcessor] = {}
     for request_id, params in asked.items():
-        given, num_best = ranked_here(params)
+        given, num_best = split_ranking(params)
         add(engine, request_id, **msgspec.structs.asdict(given))
         processors[request_id] = RequestProcessor(request_id, len(PROMPT), given, None, num_best=num_best)
     collect = engine.collect
@@ -157,7 +157,7 @@ def best(engine: FakeEngine, asked: dict[str, SamplingParams]) -> dict[str, list
     engine.collect = process  # type: ignore[method-assign]
     engine.run()
     engine.check_outputs()
-    return {name: [one.take() for one in processor.results] for name, processor in processors.items()}
+    return {name: [one.pop_output() for one in processor.results] for name, processor in processors.items()}
 
 
 @pytest.mark.row("A16", clauses=("best-of",))

@@ -150,7 +150,7 @@ def random_text(rng: random.Random) -> str:
 def test_texts_of_single_tokens_add_up(name: str) -> None:
     """With the spaces that SentencePiece's `decode` strips from the first token of a text."""
     tokenizer = tokenizer_of(name)
-    decoder = TokenDecoder.of(tokenizer)
+    decoder = TokenDecoder.for_tokenizer(tokenizer)
     text = " ".join(CORPUS).encode("ascii", "ignore").decode()
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(map(decoder.text_of, token_ids)).removeprefix(" ") == text.removeprefix(" ")
@@ -161,7 +161,7 @@ def test_texts_of_single_tokens_add_up(name: str) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "metaspace_fallback"])
 def test_bytes_of_parts_of_characters_add_up(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    decoder = TokenDecoder.of(tokenizer)
+    decoder = TokenDecoder.for_tokenizer(tokenizer)
     text = " ".join([*CORPUS, "\U00010348 \u01c6 \u16a0 \U0001f986"])
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     texts = [decoder.text_of(i) for i in token_ids]
@@ -378,7 +378,7 @@ def test_bare_rust_tokenizer_and_python_tokenizer_interface() -> None:
     slow = Slow()
     ids = [fast.bos_token_id, *token_ids[:5], len(fast) + 5, *token_ids[5:], fast.eos_token_id]
     assert "".join(stream(IncrementalDetokenizer(slow), ids)) == whole
-    assert TokenDecoder.of(slow) is TokenDecoder.of(slow)
+    assert TokenDecoder.for_tokenizer(slow) is TokenDecoder.for_tokenizer(slow)
 
 
 def test_context_without_text_is_not_a_context() -> None:
@@ -614,7 +614,7 @@ def test_stop_matcher_cost_does_not_grow_with_the_stops() -> None:
 def test_work_per_token_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the output, each token decodes a few dozen tokens at most."""
     tokenizer = tokenizer_of(name)
-    decoder = TokenDecoder.of(tokenizer)
+    decoder = TokenDecoder.for_tokenizer(tokenizer)
     sizes: list[int] = []
     original = TokenDecoder.decode
 
@@ -664,7 +664,7 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
     processor = OutputProcessor("r", 1, params, tokenizer)
     logprobs = [TokenLogprobs([token_id], [-1.0]) for token_id in ids]
     assert not processor.process(EngineCoreOutput("r", ids, "length", logprobs=logprobs))
-    output = processor.take()
+    output = processor.pop_output()
     assert (output.text, output.finish_reason, output.stop_reason) == ("quick brown ", "stop", "fox")
     assert output.token_ids == ids[:used] and output.num_output_tokens == used
     assert len(output.logprobs or ()) == used and output.cumulative_logprob == -used
@@ -688,7 +688,7 @@ def test_a_stop_string_ends_the_same_tokens_however_they_come(hides_last: bool) 
             if at + size >= len(ids):
                 output.finish_reason, output.stop_reason = "stop", ids[-1]
             processor.process(output)
-        told.append(processor.take())
+        told.append(processor.pop_output())
     assert [(one.text, one.stop_reason) for one in told] == [("a", "\n")] * 3
     assert told[0].token_ids == told[1].token_ids == told[2].token_ids == ids[:4]
     assert told[0] == told[1] == told[2]

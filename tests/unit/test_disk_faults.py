@@ -26,7 +26,7 @@ import quire.kv_tiers.disk as disk_module
 from quire import LLM, SamplingParams
 from quire.kv_tiers import DiskTier
 from quire.kv_tiers.block_file import write_block as real_write_block
-from quire.kv_tiers.complaints import Complaints
+from quire.kv_tiers.throttled_warnings import ThrottledWarnings
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
@@ -257,13 +257,13 @@ def test_where_nothing_can_be_removed_nothing_is_forgotten(
 
 def test_a_cause_is_told_once_and_again_after_a_quiet_time(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    complaints = Complaints(lambda: now[0])
+    warnings = ThrottledWarnings(lambda: now[0])
     for second in range(0, 300, 5):
         now[0] = second
-        complaints.warn("full", f"full at {second}")
-    complaints.warn("gone", "gone")
+        warnings.warn("full", f"full at {second}")
+    warnings.warn("gone", "gone")
     now[0] += 60.0
-    complaints.warn("full", "full again")
+    warnings.warn("full", "full again")
     assert [message.split(" (")[0] for message in caplog.messages] == ["full at 0", "gone", "full again"]
 
 

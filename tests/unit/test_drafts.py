@@ -121,13 +121,13 @@ def test_drafts_end_where_the_batch_is_large_or_the_guesses_are_wrong() -> None:
     lengths = []
     for num_rows in (1, 4, 16, 64, 256):
         made = budget(num_rows, 20.0, 1.0)
-        lengths.append(sum(made.take(0.8, 8) for _ in range(num_rows)) / num_rows)
+        lengths.append(sum(made.allocate(0.8, 8) for _ in range(num_rows)) / num_rows)
     assert lengths[0] >= 4 and lengths == sorted(lengths, reverse=True) and lengths[-1] == 0, lengths
 
-    lengths = [budget(1, 20.0, 1.0).take(chance, 16) for chance in (0.01, 0.3, 0.6, 0.9, 0.99)]
+    lengths = [budget(1, 20.0, 1.0).allocate(chance, 16) for chance in (0.01, 0.3, 0.6, 0.9, 0.99)]
     assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 16, lengths
-    assert budget(1, 0.1, 5.0).take(0.6, 8) == 0, "each token costs what a step does"
-    assert DraftBudget().take(1.0, 8) == 0, "nothing is known of steps yet"
+    assert budget(1, 0.1, 5.0).allocate(0.6, 8) == 0, "each token costs what a step does"
+    assert DraftBudget().allocate(1.0, 8) == 0, "nothing is known of steps yet"
 
 
 class Lucky(Drafter):
@@ -182,8 +182,8 @@ def test_a_pause_changes_little(offset: int) -> None:
         made = budget(num_rows, 20.0, 1.0)
         made.cost.add(max(1, num_rows + offset), 10_000.0)
         made.begin(num_rows)
-        assert made.take(0.8, 8) >= worth
-        assert worth or made.take(0.8, 8) == 0
+        assert made.allocate(0.8, 8) >= worth
+        assert worth or made.allocate(0.8, 8) == 0
 
 
 def test_steps_that_took_no_time_are_no_measure() -> None:
@@ -191,7 +191,7 @@ def test_steps_that_took_no_time_are_no_measure() -> None:
     for _ in range(50):
         made.cost.add(4, 0.0)
     made.begin(4)
-    assert made.take(1.0, 8) == 0
+    assert made.allocate(1.0, 8) == 0
     for number in range(200):
         made.cost.add(4 + number % 3, 1.0)
     base, slope = made.cost.line()
@@ -274,7 +274,7 @@ def test_the_output_is_that_without_drafts(
     monkeypatch.setattr(quire.core.scheduler, "Drafter", Oracle)
     monkeypatch.setattr(Oracle, "rng", random.Random(len(str(options))))
     monkeypatch.setattr(DraftBudget, "is_worth_waiting", lambda _, drafter: drafter.chance > 0.2)
-    monkeypatch.setattr(DraftBudget, "take", lambda _, chance, most: max(0, most - int(3 * chance)))
+    monkeypatch.setattr(DraftBudget, "allocate", lambda _, chance, most: max(0, most - int(3 * chance)))
     engine = run(lookahead=lookahead, **options)
     scheduler = engine.scheduler
     assert scheduler.num_draft_tokens > 50 and scheduler.num_accepted_drafts > 20
@@ -327,7 +327,7 @@ def test_nobody_waits_for_drafts_that_have_no_place(
 ) -> None:
     monkeypatch.setattr(quire.core.scheduler, "Drafter", Oracle)
     monkeypatch.setattr(DraftBudget, "is_worth_waiting", lambda *_: True)
-    monkeypatch.setattr(DraftBudget, "take", lambda _, chance, most: max(0, most))
+    monkeypatch.setattr(DraftBudget, "allocate", lambda _, chance, most: max(0, most))
     num_steps = []
     for most in (0, 6):
         engine = FakeEngine(num_blocks=600, num_draft_tokens=most, lookahead=True, max_num_seqs=4, **options)

@@ -291,7 +291,7 @@ def test_values_that_no_frontend_lets_through_meet_no_step(peer: Peer, values: d
         {"scheduling": SchedulingParams(retention=-1)},
         {"scheduling": SchedulingParams(deadline=NAN)},
         {"scheduling": SchedulingParams(cache_ttl_s=float("inf"))},
-        {"scheduling": SchedulingParams(exempt=True)},
+        {"scheduling": SchedulingParams(is_internal=True)},
         {"arrival_time": NAN},
     ],
     ids=["priority", "retention", "deadline", "ttl", "exempt", "arrival"],

@@ -277,9 +277,7 @@ def test_random_failures_and_cancellations_change_no_tokens(seed: int) -> None:
 
     def abort() -> None:
         if open_ids := [
-            name
-            for name in engine.requests
-            if name in {*scheduler.roster.requests, *scheduler.roster.families}
+            name for name in engine.requests if name in {*scheduler.roster.requests, *scheduler.roster.groups}
         ]:
             engine.abort(rng.choice(open_ids))
 

@@ -124,7 +124,7 @@ def some(number: int) -> bool:
 
 def publish(publisher: KVEventPublisher, events: KVEventCollector) -> bool:
     """Whether there was anything to publish."""
-    batch = events.take()
+    batch = events.pop_batch()
     if batch is not None:
         publisher.publish(batch)
     return batch is not None
@@ -159,8 +159,8 @@ def test_layout_is_that_of_vllm() -> None:
     events.block_stored(other, first, [5, 6])
     events.block_removed(second)
     events.block_removed(first)
-    batch = events.take()
-    assert batch is not None and events.take() is None
+    batch = events.pop_batch()
+    assert batch is not None and events.pop_batch() is None
     timestamp, listed, rank = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
     assert isinstance(timestamp, float) and rank == 0
     ones = 0x0101010101010101
@@ -175,14 +175,14 @@ def test_layout_is_that_of_vllm() -> None:
 
 def test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge() -> None:
     events = KVEventCollector()
-    assert events.take() is not None
+    assert events.pop_batch() is not None
     a, b, c = map(content_hash, range(3))
     events.block_stored(a, None, [1])
     events.block_stored(b, None, [2])
     events.block_removed(a)
     events.block_stored(a, None, [1])
     events.block_stored(c, a, [3])
-    batch = events.take()
+    batch = events.pop_batch()
     assert batch is not None
     listed = [(type(event).__name__, getattr(event, "block_hashes", None)) for event in batch.events]
     assert listed == [
@@ -195,7 +195,7 @@ def test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge() -> No
     events.block_stored(content_hash(4), c, [4])
     assert len(batch.events) == 4 and batch.events[-1].block_hashes == [external_hash(a), external_hash(c)]  # type: ignore[union-attr]
     events.all_cleared()
-    cleared = events.take()
+    cleared = events.pop_batch()
     assert cleared is not None and [type(event).__name__ for event in cleared.events] == ["AllBlocksCleared"]
 
 
@@ -372,7 +372,7 @@ def test_blocks_of_other_groups_are_nobodys_business() -> None:
     engine.run()
     known: set[int] = set()
     num_removed = 0
-    batch = events.take()
+    batch = events.pop_batch()
     assert batch is not None
     for event in batch.events:
         if isinstance(event, BlockStored):

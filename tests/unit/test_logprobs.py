@@ -250,7 +250,7 @@ def test_as_many_as_tokens_after_a_stop_string_is_trimmed(checkpoints: dict[str,
             output = EngineCoreOutput("r", new, None if left else "length", logprobs=entries, index=index)
             processor.process(output)
             if rng.random() < 0.6 or choice.finished:
-                part = choice.take()
+                part = choice.pop_output()
                 told[index][0].extend(part.token_ids)
                 told[index][1].extend(part.logprobs or [])
                 assert len(part.token_ids) == len(part.logprobs or [])

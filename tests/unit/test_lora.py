@@ -499,7 +499,7 @@ def test_events_name_the_adapter(llama: Adapted) -> None:
     llm = start(llama)
     llm.core.kv.events = events = KVEventCollector()
     run(llm, ["", "a"])
-    batch = events.take()
+    batch = events.pop_batch()
     assert batch is not None
     stored = [event for event in batch.events if isinstance(event, BlockStored)]
     assert {(event.lora_name, event.lora_id) for event in stored} == {(None, None), ("a", 1)}

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import SchedulerConfig, choices
-from quire.core.policies.line import Line
 from quire.core.policies.queue import (
     MAX_EXPECTED_OUTPUT,
     MAX_IDLE_TENANTS,
@@ -20,6 +19,7 @@ from quire.core.policies.queue import (
     QueuePolicy,
     make_queue,
 )
+from quire.core.policies.ranked_requests import RankedRequests
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
@@ -61,39 +61,39 @@ def ids(queue: QueuePolicy, now: float = 0.0) -> list[str]:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("pppra"), st.integers(0, 10**6)), max_size=300))
-def test_a_line_is_a_sorted_list(operations: list[tuple[str, int]]) -> None:
-    line, model, count = Line(), {}, 0
+def test_ranked_requests_are_a_sorted_list(operations: list[tuple[str, int]]) -> None:
+    ranked, model, count = RankedRequests(), {}, 0
     for operation, value in operations:
         if operation == "p":
             request = make_request(f"r{count}")
             request.rank = (float(value % 50), count + 1)
             count += 1
-            line.push(request)
+            ranked.push(request)
             model[request.request_id] = request
         elif operation == "r" and model:
-            line.remove(model.pop(sorted(model)[value % len(model)]))
+            ranked.remove(model.pop(sorted(model)[value % len(model)]))
         elif operation == "a" and model:
-            first = line.pop()
+            first = ranked.pop()
             assert first.rank == min(request.rank for request in model.values())
             del model[first.request_id]
-        assert len(line) == len(model)
-        assert list(line.in_order()) == sorted(model.values(), key=lambda request: request.rank)
+        assert len(ranked) == len(model)
+        assert list(ranked.in_order()) == sorted(model.values(), key=lambda request: request.rank)
 
 
 def test_a_walk_passes_over_what_is_removed_ahead_of_it() -> None:
-    line = Line()
+    ranked = RankedRequests()
     requests = [make_request(f"r{i}") for i in range(40)]
     for i, request in enumerate(requests):
         request.rank = (float(i), i)
-        line.push(request)
+        ranked.push(request)
     seen = []
-    for request in line.in_order():
+    for request in ranked.in_order():
         seen.append(request)
         for other in (request, requests[int(request.rank[0]) + 1]):
-            if other in line:
-                line.remove(other)
+            if other in ranked:
+                ranked.remove(other)
     assert seen == requests[::2]
-    assert len(line) == 0
+    assert len(ranked) == 0
 
 
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)

@@ -450,7 +450,7 @@ def test_blocks_whose_time_is_over_are_told_as_removed() -> None:
     known: set[int] = set()
 
     def follow() -> set[int]:
-        batch = events.take()
+        batch = events.pop_batch()
         for event in batch.events if batch is not None else ():
             if isinstance(event, BlockStored):
                 known.update(event.block_hashes)

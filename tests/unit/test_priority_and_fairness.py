@@ -345,7 +345,7 @@ def test_longest_prefix_raises_the_hit_rate_on_a_trace_with_shared_prefixes() ->
 def test_a_probe_of_the_engine_is_nobody_s_service() -> None:
     """The tenant without a name paid three tokens for each probe of an idle engine, the whole night long."""
     engine = FakeEngine(queue_policy="fair")
-    engine.add("probe", 1, 1, scheduling=SchedulingParams(exempt=True))
+    engine.add("probe", 1, 1, scheduling=SchedulingParams(is_internal=True))
     engine.run()
     assert counter(engine.scheduler.roster.queue, "") == 0.0
     engine.add("request", 1, 1)

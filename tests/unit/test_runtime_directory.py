@@ -23,7 +23,7 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
-from quire.core.probation import NO_RISK, Risk
+from quire.core.probation import NO_SUSPECTS, InFlightSuspects
 from quire.engine import connection as connection_module
 from quire.engine import supervisor as supervisor_module
 from quire.engine.connection import CONNECT_ATTEMPTS, EngineConnection, EngineEndedError, connect
@@ -734,15 +734,15 @@ def test_what_is_at_risk_is_told_however_many_they_are_and_a_full_disk_ends_noth
     """Of more than 64 KiB the first half was read, which is no JSON: then none was suspected."""
     tmp_path.chmod(0o700)
     directory = RuntimeDirectory(tmp_path)
-    risk = Risk(tuple(f"01234567-{number}" for number in range(10**6, 10**6 + 2**16)))
-    directory.write_risk(7, risk)
-    assert directory.read_risk(7) == risk
+    suspects = InFlightSuspects(tuple(f"01234567-{number}" for number in range(10**6, 10**6 + 2**16)))
+    directory.write_suspects(7, suspects)
+    assert directory.read_suspects(7) == suspects
 
     def replace(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "replace", replace)
-    directory.write_risk(7, NO_RISK)
+    directory.write_suspects(7, NO_SUSPECTS)
     directory.close()
     assert [path.name for path in tmp_path.iterdir()] == ["at-risk-7"]
 
@@ -756,7 +756,7 @@ def test_what_engines_leave_does_not_pile_up(site: Site) -> None:
         pids.append(pid := supervisor.ensure().pid)
         directory = RuntimeDirectory(supervisor.directory)
         assert directory.heartbeat(pid, 1.0) is not None
-        directory.write_risk(pid, NO_RISK)
+        directory.write_suspects(pid, NO_SUSPECTS)
         (directory.path / f"engine-{pid}.ipc").touch()
         directory.write(".interrupted", b"")
         directory.close()

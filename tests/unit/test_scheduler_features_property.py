@@ -42,9 +42,9 @@ class World:
         preempt = self.scheduler.roster.preempt
 
         def counted(request: Request) -> None:
-            family, running = request.choices, self.scheduler.roster.running
-            for_others = any(other is not request and other.choices is not family for other in running)
-            self.seen["preempted for others"] += family is None or for_others
+            group, running = request.group, self.scheduler.roster.running
+            for_others = any(other is not request and other.group is not group for other in running)
+            self.seen["preempted for others"] += group is None or for_others
             preempt(request)
 
         self.scheduler.roster.preempt = counted  # type: ignore[method-assign]

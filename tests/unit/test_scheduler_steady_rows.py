@@ -26,7 +26,7 @@ class RecordedWorld(World):
             scheduler.stats().num_recomputed_tokens,
             scheduler.kv.num_free_blocks,
         )
-        self.plans.append(f"{self.steps[-1][0]} {counts} {plan.offers}")
+        self.plans.append(f"{self.steps[-1][0]} {counts} {plan.newly_cached}")
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -37,7 +37,7 @@ def test_plans_are_the_same_without_steady_rows(
     plans = []
     for has_steady_rows in (True, False):
         if not has_steady_rows:
-            monkeypatch.setattr(Planner, "_steady_until", lambda self, request: 0)
+            monkeypatch.setattr(Planner, "_plain_decode_until", lambda self, request: 0)
         world = RecordedWorld(3, **{**LIMITS, **WORLDS[name], "block_size": block_size})
         for _ in range(600):
             world.operate()

@@ -145,7 +145,7 @@ def iter_outputs(core: EngineCore) -> Iterator[EngineCoreOutput]:
 
 def test_a_health_check_under_way_does_not_keep_an_engine_awake(tmp_path: Path) -> None:
     core = LLM(str(make_checkpoint("llama", tmp_path / "llama")), **OPTIONS).core
-    exempt = SchedulingParams(exempt=True)
+    exempt = SchedulingParams(is_internal=True)
     core.add_request("other", [5], GREEDY, scheduling=exempt)
     core.add_request(PROBE_ID, [0], SamplingParams(max_tokens=1), scheduling=exempt)
     with pytest.raises(UnavailableError, match="requests are running"):

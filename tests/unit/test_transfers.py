@@ -69,7 +69,7 @@ def test_what_is_given_up_before_it_was_saved_is_not_saved() -> None:
     assert transfers.swap_out(first) and transfers.swap_out(second)
     assert second.swapped is not None
     transfers.drop(first)
-    saves, _ = transfers.take()
+    saves, _ = transfers.pop_planned()
     assert {save.key for save in saves} == set(second.swapped.keys[0].values())
 
 
@@ -109,7 +109,7 @@ def test_a_block_that_was_swapped_out_half_full_is_not_taken_for_a_full_one() ->
     assert kv.allocate_slots(request, 7) is not None
     request.num_computed_tokens = 7
     assert transfers.swap_out(request)
-    saves, _ = transfers.take()
+    saves, _ = transfers.pop_planned()
     tiers.keys.update(save.key for save in saves)
     kv.free(request)
     request.num_computed_tokens = 0
@@ -119,7 +119,7 @@ def test_a_block_that_was_swapped_out_half_full_is_not_taken_for_a_full_one() ->
     prefix = transfers.find_prefix(request)
     assert prefix is not None and prefix.num_tokens == 12
     transfers.begin(request, prefix)
-    _, (load,) = transfers.take()
+    _, (load,) = transfers.pop_planned()
     assert [key for key, _ in load.blocks] == hashes
     assert transfers.finish_load(load.load_id, 3) == (request, True)
     assert tiers.keys == set(hashes), "what was swapped out is given up"

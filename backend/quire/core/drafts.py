@@ -228,7 +228,7 @@ class DraftBudget:
         chance, most = drafter.next()
         return most > 0 and chance >= _WORTH_WAITING and chance * self._seconds > self._slope * self._expected
 
-    def take(self, chance: float, most: int) -> int:
+    def allocate(self, chance: float, most: int) -> int:
         """How many drafts a row tries, each right with `chance` if those before are."""
         count, right, most = 0, chance, min(most, self._most)
         while count < most and right * self._seconds > self._slope * self._expected:

@@ -10,7 +10,7 @@ from quire.core.block_hash import extra_keys, group_key, hash_blocks
 from quire.core.block_pool import BlockPool
 from quire.core.kv_events import KVEventCollector
 from quire.core.pins import Pins
-from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix, PrefixLookup
+from quire.core.prefix import IN_TIER, NULL_BLOCK, CachedPrefix, PrefixLookup
 from quire.models.kv_groups import KVGroup, blocks_per_sequence
 from quire.request import Request
 
@@ -20,9 +20,9 @@ class RequestBlocks:
     """Blocks of one running request."""
 
     blocks: list[list[int]]
-    """Block ids per KV group; OUTSIDE where the block was given back."""
+    """Block ids per KV group; NULL_BLOCK where the block was given back."""
     released: list[int]
-    """Number of leading blocks that are OUTSIDE, per KV group."""
+    """Number of leading blocks that are NULL_BLOCK, per KV group."""
     num_cached: int = 0
     """Leading blocks that were offered to the prefix cache."""
 
@@ -141,7 +141,7 @@ class KVCacheManager:
         needed = blocks_per_sequence(self.groups, num_tokens, self.block_size, chunk)
         return max(0, needed - self.num_held_blocks(request))
 
-    def steady_until(self, request: Request) -> int:
+    def plain_decode_until(self, request: Request) -> int:
         """Up to how many computed tokens the request's rows of one token change nothing here.
 
         Each of these tokens has its slot, no block becomes full or leaves a window, and
@@ -197,16 +197,18 @@ class KVCacheManager:
             del taken[:count]
         return appended
 
-    def find_prefix(self, request: Request, elsewhere: Callable[[bytes], bool] | None = None) -> CachedPrefix:
-        """The longest beginning of the request whose blocks are cached, here or (by key) `elsewhere`."""
+    def find_prefix(
+        self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None
+    ) -> CachedPrefix:
+        """The longest beginning of the request whose blocks are cached, here or (by key) `is_in_tier`."""
         if not self.enable_prefix_caching:
             return CachedPrefix(0, [[] for _ in self.groups])
-        return self._lookup.find(request, elsewhere)
+        return self._lookup.find(request, is_in_tier)
 
     def num_taken(self, prefix: CachedPrefix) -> int:
         """How many blocks fewer can be allocated once a request has begun with the prefix."""
         return sum(
-            block_id == ELSEWHERE or (block_id >= 0 and self.pool.ref_count(block_id) == 0)
+            block_id == IN_TIER or (block_id >= 0 and self.pool.ref_count(block_id) == 0)
             for blocks in prefix.block_ids
             for block_id in blocks
         )
@@ -215,7 +217,7 @@ class KVCacheManager:
         """Begins the table of a request that has none with what was found for it.
 
         Returns:
-            (position in the table, group, new block) of each ELSEWHERE, in the order of the sequence: these
+            (position in the table, group, new block) of each IN_TIER, in the order of the sequence: these
             are still to be filled. The pool must have room for them.
         """
         assert request.table is None and request.num_computed_tokens == 0, request
@@ -227,13 +229,13 @@ class KVCacheManager:
                     self.pool.incref(block_id)
         table = request.table = RequestBlocks(
             [list(blocks) for blocks in prefix.block_ids],
-            [blocks.count(OUTSIDE) for blocks in prefix.block_ids],
+            [blocks.count(NULL_BLOCK) for blocks in prefix.block_ids],
         )
         to_fill = [
             (index, group)
             for group, blocks in enumerate(table.blocks)
             for index, block_id in enumerate(blocks)
-            if block_id == ELSEWHERE
+            if block_id == IN_TIER
         ]
         request.num_computed_tokens = prefix.num_tokens
         if not to_fill:
@@ -252,7 +254,7 @@ class KVCacheManager:
         """Lets others find the request's blocks that are full of known tokens, computed or planned.
 
         Returns:
-            (key, block id) of those not offered before.
+            (key, block id) of those not cached before.
         """
         if not self.enable_prefix_caching:
             return []
@@ -266,15 +268,15 @@ class KVCacheManager:
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None
         hashes = hash_blocks(request, end, self.block_size)
-        offered = []
+        newly_cached = []
         for group, blocks in enumerate(table.blocks):
             for index in range(first, end):
                 block_id = blocks[index]
-                if block_id == OUTSIDE:
+                if block_id == NULL_BLOCK:
                     continue
                 key = group_key(hashes[index], group)
                 is_new = self.pool.keep(block_id, key, scheduling.retention, ttl)
-                offered.append((key, block_id))
+                newly_cached.append((key, block_id))
                 if is_new and group == 0 and self.events is not None:
                     begin = index * self.block_size
                     self.events.block_stored(
@@ -284,7 +286,7 @@ class KVCacheManager:
                         extra_keys=extra_keys(request, begin, begin + self.block_size),
                         adapter=request.adapter,
                     )
-        return offered
+        return newly_cached
 
     def uncache_from(self, request: Request, num_tokens: int) -> None:
         """Makes the blocks behind the first `num_tokens` tokens unfindable: they were not computed after all.
@@ -298,9 +300,9 @@ class KVCacheManager:
         self.pool.forget(block_id for blocks in table.blocks for block_id in blocks[first:] if block_id >= 0)
         table.num_cached = min(table.num_cached, first)
 
-    def uncache(self, offers: Iterable[tuple[bytes, int]]) -> None:
+    def uncache(self, newly_cached: Iterable[tuple[bytes, int]]) -> None:
         """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them."""
-        self.pool.forget(block_id for key, block_id in offers if self.pool.cached(key) == block_id)
+        self.pool.forget(block_id for key, block_id in newly_cached if self.pool.cached(key) == block_id)
 
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
         """Gives `child`, which has computed the same tokens, a table of its own.
@@ -321,7 +323,7 @@ class KVCacheManager:
         copies = []
         for group, own in enumerate(blocks):
             for block_id in own:
-                if block_id != OUTSIDE:
+                if block_id != NULL_BLOCK:
                     self.pool.incref(block_id)
             if partial:
                 copies.append((source.blocks[group][count], taken[group]))
@@ -358,7 +360,7 @@ class KVCacheManager:
             count = 0
         table = request.table
         assert table is not None, request
-        block_ids = [b for blocks in table.blocks for b in blocks[:count] if b != OUTSIDE]
+        block_ids = [b for blocks in table.blocks for b in blocks[:count] if b != NULL_BLOCK]
         self.pins.hold(name, block_ids, deadline)
         return count * self.block_size if block_ids else 0
 
@@ -398,7 +400,7 @@ class KVCacheManager:
             first = table.released[group]
             if end > first:
                 self.pool.free(blocks[first:end])
-                blocks[first:end] = [OUTSIDE] * (end - first)
+                blocks[first:end] = [NULL_BLOCK] * (end - first)
                 table.released[group] = end
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
@@ -411,8 +413,8 @@ class KVCacheManager:
             high = -(-(request.num_tokens + request.num_pending_tokens) // self.block_size)
             for blocks, released, group in zip(table.blocks, table.released, self.groups, strict=True):
                 assert low <= len(blocks) <= high, f"{request} has {len(blocks)} blocks: [{low}, {high}]"
-                assert released == blocks.count(OUTSIDE) and (group.window is not None or not released)
-                assert all(block_id == OUTSIDE for block_id in blocks[:released]), blocks
+                assert released == blocks.count(NULL_BLOCK) and (group.window is not None or not released)
+                assert all(block_id == NULL_BLOCK for block_id in blocks[:released]), blocks
                 held = blocks[released:]
                 assert len(set(held)) == len(held), f"{request} has a block twice: {held}"
                 references.update(held)

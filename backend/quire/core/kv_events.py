@@ -67,7 +67,7 @@ def external_hash(content_hash: bytes) -> int:
 
 
 class KVEventCollector:
-    """Gathers what the cache registers and evicts until `take` hands it over; merges neighbours.
+    """Gathers what the cache registers and evicts until `pop_batch` hands it over; merges neighbours.
 
     The first batch begins with AllBlocksCleared: a subscriber that outlived another engine at this address
     must forget what that one had.
@@ -123,7 +123,7 @@ class KVEventCollector:
         """Nothing can be found any more; what is pending is moot."""
         self._events = [AllBlocksCleared()]
 
-    def take(self) -> KVEventBatch | None:
+    def pop_batch(self) -> KVEventBatch | None:
         """Hands over the events since the last call; None: there are none."""
         if not self._events:
             return None

@@ -9,7 +9,7 @@ from quire.core.drafts import DraftBudget, Drafter
 from quire.core.policies.batch import BatchPolicy
 from quire.core.policies.reservation import Reservation
 from quire.core.prefix import CachedPrefix
-from quire.core.probation import Probation, family_of
+from quire.core.probation import Probation, group_id
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
@@ -40,7 +40,7 @@ class Planner:
     ) -> None:
         self.num_recomputed_tokens = 0
         """Tokens computed again after a preemption, since start."""
-        self.held_back_by = ""
+        self.admission_blocked_by = ""
         """Reason why the latest step admitted no more of the queue: "seats" (places in the batch), "blocks"
         (room in the KV cache), "budget" (the step's tokens) or "" (its batch policy, or reasons of the
         requests' own)."""
@@ -84,9 +84,9 @@ class Planner:
         self._drafts.begin(len(roster.running))
         decodes, prefills, admits = self._batch_policy.phases(number - 1, roster.running, len(self._queue))
         self._add_running(step, decodes=decodes, prefills=prefills)
-        self.held_back_by = ""
+        self.admission_blocked_by = ""
         if roster.num_preemptions != num_preemptions:
-            self.held_back_by = "blocks"
+            self.admission_blocked_by = "blocks"
         elif admits:
             self._add_waiting(step)
         if not step.requests and not (decodes and prefills):
@@ -98,7 +98,7 @@ class Planner:
     def _add_running(self, step: Step, *, decodes: bool = True, prefills: bool = True) -> None:
         running, no_blocks, is_running = list(self._roster.running), self._kv.no_blocks, RequestStatus.RUNNING
         add_row, add_request = step.output.scheduled.append, step.requests.append
-        add_offers = step.offers.append
+        add_newly_cached = step.newly_cached.append
         for index, request in enumerate(running):
             if step.budget == 0 or request.status is not is_running:
                 break  # victims are those of the highest ranks: none behind this one runs either
@@ -107,14 +107,14 @@ class Planner:
             drafter = request.drafter
             if drafter is not None and request.num_pending_tokens and self._waits(step, request, drafter):
                 continue  # once its newest tokens are known, more than one may follow in a step
-            if count == 1 and num_computed < request.steady_until:
+            if count == 1 and num_computed < request.plain_decode_until:
                 if decodes:  # nearly all rows: what the calls below would come to
                     row = ScheduledRequest(request.request_id, num_computed, 1, no_blocks, True)
                     if drafter is not None:
-                        self._try_drafts(step, request, row, request.steady_until)
+                        self._try_drafts(step, request, row, request.plain_decode_until)
                     add_row(row)
                     add_request(request)
-                    add_offers(())
+                    add_newly_cached(())
                     step.budget -= row.num_scheduled_tokens
                     request.num_computed_tokens = num_computed + row.num_scheduled_tokens
                     request.num_pending_tokens += 1
@@ -150,7 +150,7 @@ class Planner:
                 if request.is_paused or not self._may_run(request):
                     continue
                 if request.num_sequences > roster.num_free_seats:
-                    self.held_back_by = "seats"
+                    self.admission_blocked_by = "seats"
                     break
                 if not self._has_adapter(request):
                     continue  # costs next to nothing, and those behind it may run
@@ -163,7 +163,7 @@ class Planner:
                 saved = prefix.num_blocks - kv.num_taken(prefix)
                 missing = kv.num_missing_blocks(request, request.num_tokens) - saved
                 if missing > kv.num_free_blocks or not self._reservation.try_admit(request, saved):
-                    self.held_back_by = "blocks"
+                    self.admission_blocked_by = "blocks"
                     break
                 self._admit(step, request, prefix)
                 if request.load_id is not None:
@@ -178,7 +178,7 @@ class Planner:
         has_seats = self._roster.num_free_seats > 0
         if has_seats and step.budget > 0:
             return False
-        self.held_back_by = "budget" if has_seats else "seats"
+        self.admission_blocked_by = "budget" if has_seats else "seats"
         return True
 
     def _add_stalled(self, step: Step) -> None:
@@ -235,15 +235,15 @@ class Planner:
         return self._reservation.try_admit(request, prefix.num_blocks - self._kv.num_taken(prefix))
 
     def _may_run(self, request: Request) -> bool:
-        return self._only is None or family_of(request) == self._only
+        return self._only is None or group_id(request) == self._only
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether a waiting request needs no slot, or may have one now."""
-        adapter, choices = request.adapter, request.choices
+        adapter, group = request.adapter, request.group
         if adapter is None or self._adapters is None:
             return adapter is None
         # Beams that run keep the slot until one that was preempted has caught up, whomever it is promised to.
-        beams = choices.live.values() if choices and request.sampling_params.beam_width > 1 else ()
+        beams = group.live.values() if group and request.sampling_params.beam_width > 1 else ()
         return any(beam.status is RequestStatus.RUNNING for beam in beams) or self._adapters.may_run(adapter)
 
     def _begin_reservation(self) -> None:
@@ -278,8 +278,8 @@ class Planner:
             victim = running[-1]
             if victim.load_id is not None:
                 return None  # its blocks are being written: this request waits until that has ended
-            family = victim.choices
-            alone = all(other is victim or (family and other.choices is family) for other in running)
+            group = victim.group
+            alone = all(other is victim or (group and other.group is group) for other in running)
             if alone and self._kv.pins.release_oldest():
                 continue
             self._roster.preempt(victim)
@@ -302,23 +302,23 @@ class Planner:
                 request.eos_token_ids,
                 request.embeds,
                 slot=slot,
-                num_choices=1 if request.choices is None else request.choices.num_draws,
+                num_choices=1 if request.group is None else request.group.num_draws,
                 num_prompt_logprobs=(
                     request.num_prompt_tokens
                     if request.prompt_logprobs is None
                     else len(request.prompt_logprobs)
                 ),
             )
-            request.num_given_tokens = 0
+            request.num_forced_tokens = 0
         num_computed = request.num_computed_tokens
         end = num_computed + count
         samples = end == len(request.token_ids) + request.num_pending_tokens
         row = ScheduledRequest(request.request_id, num_computed, count, block_ids, samples, new)
-        if request.num_given_tokens:
-            row.given_token_ids = request.token_ids[-request.num_given_tokens :]
-            request.num_given_tokens = 0
-        if num_computed < request.num_once_computed:
-            self.num_recomputed_tokens += min(count, request.num_once_computed - num_computed)
+        if request.num_forced_tokens:
+            row.given_token_ids = request.token_ids[-request.num_forced_tokens :]
+            request.num_forced_tokens = 0
+        if num_computed < request.num_computed_before_preemption:
+            self.num_recomputed_tokens += min(count, request.num_computed_before_preemption - num_computed)
         if count > 1 or num_computed < request.num_prompt_tokens:
             step.num_prefill_tokens += count
         elif samples and request.drafter is not None:
@@ -331,7 +331,7 @@ class Planner:
         fills = end // self._kv.block_size > (num_computed - 1) // self._kv.block_size
         fills |= request.drafter is not None  # or a draft
         step.add(row, request, self._kv.cache_blocks(request) if fills else ())
-        request.steady_until = self._steady_until(request)
+        request.plain_decode_until = self._plain_decode_until(request)
 
     def _try_drafts(self, step: Step, request: Request, row: ScheduledRequest, num_slots: int) -> None:
         """Adds drafts to a row of one token, which need no block: up to `num_slots` tokens have theirs."""
@@ -341,7 +341,7 @@ class Planner:
         if request.num_pending_tokens or not most or row.new is not None:
             return
         most = min(most, self._most_drafts(step, request, num_slots))
-        count = self._drafts.take(chance, most)
+        count = self._drafts.allocate(chance, most)
         if count > 0:
             row.num_drafts = count
             if not drafter.uses_model:
@@ -357,19 +357,19 @@ class Planner:
 
     def _waits(self, step: Step, request: Request, drafter: Drafter) -> bool:
         """Whether a request gains by waiting for its newest tokens, where its next row could do without."""
-        num_slots, num_computed = request.steady_until, request.num_computed_tokens
+        num_slots, num_computed = request.plain_decode_until, request.num_computed_tokens
         if num_computed >= num_slots:
             num_slots = (num_computed // self._kv.block_size + 1) * self._kv.block_size
         return self._most_drafts(step, request, num_slots) > 0 and self._drafts.is_worth_waiting(drafter)
 
-    def _steady_until(self, request: Request) -> int:
+    def _plain_decode_until(self, request: Request) -> int:
         """Computed tokens up to which rows of one token bring no block and cannot end the request for its
         length: see Request."""
         # None of them is computed a second time: with one token missing, all that once were are again.
         num_prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < num_prompt_tokens:
             return 0  # counts as prefill
-        if request.choices is not None and request.sampling_params.beam_width > 1:
+        if request.group is not None and request.sampling_params.beam_width > 1:
             return 0  # the runner must be told the tokens
         end = num_prompt_tokens + request.max_output_tokens(self._max_model_len)
-        return min(end - 1, self._kv.steady_until(request))
+        return min(end - 1, self._kv.plain_decode_until(request))

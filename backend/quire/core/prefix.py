@@ -10,9 +10,9 @@ from quire.core.block_pool import BlockPool
 from quire.models.kv_groups import KVGroup
 from quire.request import Request
 
-OUTSIDE = -1
+NULL_BLOCK = -1
 """Entry of a block table whose block lies before the window and is not there any more, or never was."""
-ELSEWHERE = -2
+IN_TIER = -2
 """Entry of a CachedPrefix whose block is not in the pool but in a KV tier."""
 
 
@@ -21,12 +21,12 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     block_ids: list[list[int]]
-    """A block id, OUTSIDE or ELSEWHERE for each block of each KV group."""
+    """A block id, NULL_BLOCK or IN_TIER for each block of each KV group."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the request's table that it fills, the pool's and others."""
-        return sum(block_id != OUTSIDE for blocks in self.block_ids for block_id in blocks)
+        return sum(block_id != NULL_BLOCK for blocks in self.block_ids for block_id in blocks)
 
 
 class PrefixLookup:
@@ -39,7 +39,7 @@ class PrefixLookup:
         self._block_size = block_size
         self._pool = pool
 
-    def find(self, request: Request, elsewhere: Callable[[bytes], bool] | None = None) -> CachedPrefix:
+    def find(self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None) -> CachedPrefix:
         """The longest beginning of the request whose blocks are cached.
 
         At least one token is left to compute: a token is sampled from its hidden state; all of a prompt whose
@@ -47,9 +47,9 @@ class PrefixLookup:
         window only the blocks count which the first token to compute still sees.
 
         Args:
-            elsewhere: whether a KV tier has a block, by its key.
+            is_in_tier: whether a KV tier has a block, by its key.
         """
-        if self._is_uniform and elsewhere is None:
+        if self._is_uniform and is_in_tier is None:
             return self._find_uniform(request)
         size = self._block_size
 
@@ -58,8 +58,8 @@ class PrefixLookup:
                 hash_blocks(request, index + 1, size)
             key = group_key(request.block_hashes[index], group)
             block_id = self._pool.cached(key)
-            if block_id is None and elsewhere is not None and elsewhere(key):
-                return ELSEWHERE
+            if block_id is None and is_in_tier is not None and is_in_tier(key):
+                return IN_TIER
             return block_id
 
         count = request.num_reusable_tokens // size
@@ -74,7 +74,7 @@ class PrefixLookup:
         firsts = [self._first_seen(number, count) for number in tails]
         result = [blocks[:count] for blocks in full]
         for first, tail in zip(firsts, tails.values(), strict=True):
-            result.append([OUTSIDE] * first + [tail[index] for index in range(first, count)])
+            result.append([NULL_BLOCK] * first + [tail[index] for index in range(first, count)])
         return CachedPrefix(count * size, result)
 
     def _find_uniform(self, request: Request) -> CachedPrefix:

@@ -15,7 +15,7 @@ STEPS_AHEAD = 2
 """Steps in flight, whose drafts come on top."""
 
 
-class Risk(NamedTuple):
+class InFlightSuspects(NamedTuple):
     """Suspects with rows under way. The engine writes them down before it launches a step, and the frontend
     reads them if the engine dies."""
 
@@ -25,7 +25,7 @@ class Risk(NamedTuple):
     """Whether nothing else has one."""
 
 
-NO_RISK = Risk()
+NO_SUSPECTS = InFlightSuspects()
 
 
 class Probation:
@@ -41,7 +41,7 @@ class Probation:
 
     def __init__(self, num_draft_tokens: int = 0) -> None:
         self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
-        self.risk = NO_RISK
+        self.in_flight_suspects = NO_SUSPECTS
         """Suspects in the steps under way; another object whenever they change."""
         self._suspects: dict[str, tuple[Request, float]] = {}
         """Suspects by id: the request, or the first of its choices, and the number of output tokens that
@@ -50,13 +50,13 @@ class Probation:
         self._alone: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._suspects) or self.risk is not NO_RISK
+        return bool(self._suspects) or self.in_flight_suspects is not NO_SUSPECTS
 
     def add(self, request: Request) -> None:
         """A request that an engine had which died."""
-        begins_anew = request.choices is not None and request.choices.is_ranked
+        begins_anew = request.group is not None and request.group.is_ranked
         goal = math.inf if begins_anew else _num_tokens(request) + self._num_proving
-        self._suspects[family_of(request)] = request, goal
+        self._suspects[group_id(request)] = request, goal
 
     def review(self) -> str | None:
         """Forgets who is proven; the id of the only request that may have rows, or None: all may."""
@@ -66,28 +66,28 @@ class Probation:
         if self._alone not in self._suspects:
             waiting = [request for request, _ in self._suspects.values() if request.num_deaths > 1]
             first = min(waiting, key=lambda request: request.rank, default=None)
-            self._alone = None if first is None else family_of(first)
+            self._alone = None if first is None else group_id(first)
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
         """Rows of these requests are under way."""
-        families = {family_of(request) for request in requests}
-        at_risk = tuple(sorted(families & self._suspects.keys()))
-        risk = Risk(at_risk, len(families) == 1) if at_risk else NO_RISK
-        if risk != self.risk:
-            self.risk = risk
+        group_ids = {group_id(request) for request in requests}
+        at_risk = tuple(sorted(group_ids & self._suspects.keys()))
+        suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS
+        if suspects != self.in_flight_suspects:
+            self.in_flight_suspects = suspects
 
 
-def family_of(request: Request) -> str:
+def group_id(request: Request) -> str:
     """Id that the frontend gave it, or the request whose choice it is."""
-    return request.request_id if request.choices is None else request.choices.request_id
+    return request.request_id if request.group is None else request.group.request_id
 
 
 def _is_open(request: Request) -> bool:
-    return not request.is_finished if request.choices is None else bool(request.choices.live)
+    return not request.is_finished if request.group is None else bool(request.group.live)
 
 
 def _num_tokens(request: Request) -> int:
     """Output tokens, of the choice that has most."""
-    live = [request] if request.choices is None else request.choices.live.values()
+    live = [request] if request.group is None else request.group.live.values()
     return max((one.num_output_tokens for one in live), default=0)

@@ -33,28 +33,28 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
     """
     waiting = sorted(roster.queue, key=lambda request: request.rank)
     positions = {request.request_id: position for position, request in enumerate(waiting)}
-    families: dict[str, list[Request]] = {}
+    groups: dict[str, list[Request]] = {}
     for request in [*roster.running, *waiting]:
-        if request.scheduling.exempt:
+        if request.scheduling.is_internal:
             continue  # the engine's own
         if tenant is None or request.scheduling.tenant == tenant:
-            name = request.request_id if request.choices is None else request.choices.request_id
-            families.setdefault(name, []).append(request)
-    num_running = sum(members[0].status is RequestStatus.RUNNING for members in families.values())
+            name = request.request_id if request.group is None else request.group.request_id
+            groups.setdefault(name, []).append(request)
+    num_running = sum(members[0].status is RequestStatus.RUNNING for members in groups.values())
     now = roster.clock()
-    listed = [_entry(members, roster, positions, now) for members in list(families.values())[:MAX_LISTED]]
+    listed = [_entry(members, roster, positions, now) for members in list(groups.values())[:MAX_LISTED]]
     return {
         "num_running": num_running,
-        "num_waiting": len(families) - num_running,
+        "num_waiting": len(groups) - num_running,
         "requests": listed,
-        "num_more": len(families) - len(listed),
+        "num_more": len(groups) - len(listed),
     }
 
 
 def _entry(members: list[Request], roster: Roster, positions: dict[str, int], now: float) -> dict[str, Any]:
     """One request, by its live sequences: the first runs if any does."""
     first = members[0]
-    external_id = first.external_id if first.choices is None else first.choices.external_id
+    external_id = first.external_id if first.group is None else first.group.external_id
     state, waits_for = _state(first, roster, positions)
     return {
         "id": external_id[:MAX_NAME_LENGTH],

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
 from quire.core.adapters import AdapterSlots
-from quire.core.choices import Choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue
 from quire.core.policies.tenants import Tenants
 from quire.core.prefix import CachedPrefix
+from quire.core.sequence_group import SequenceGroup
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.outputs import SchedulerOutput
@@ -64,8 +64,8 @@ class Roster:
         )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id; choices with rows of their own are requests "id#index"."""
-        self.families: dict[str, Choices] = {}
-        """Choices of unfinished requests that have several, by the request's id."""
+        self.groups: dict[str, SequenceGroup] = {}
+        """Groups of unfinished requests that have several sequences, by the request's id."""
         self.running: list[Request] = []
         self.num_free_seats = config.max_num_seqs
         """Rows that a step may still have."""
@@ -76,15 +76,15 @@ class Roster:
         self._session_ttl_s = session_ttl_s
         self._dropped: list[str] = []
         self._copies: list[tuple[int, int]] = []
-        self.late_offers: list[tuple[bytes, int]] = []
+        self.cached_after_plan: list[tuple[bytes, int]] = []
         """(key, block id) of blocks of requests that have ended since the newest step was planned, which
         others may find since then."""
 
     def add(self, request: Request) -> None:
         """Takes a new request into the queue; it was checked."""
         self.requests[request.request_id] = request
-        if request.choices is not None:
-            self.families[request.request_id] = request.choices
+        if request.group is not None:
+            self.groups[request.request_id] = request.group
         if request.external_id:
             key = request.scheduling.tenant, request.external_id
             self._by_external_id.setdefault(key, {})[request.request_id] = None
@@ -106,12 +106,12 @@ class Roster:
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
-    def waiting_by_reason(self, held_back_by: str) -> dict[str, int]:
+    def waiting_by_reason(self, admission_blocked_by: str) -> dict[str, int]:
         """How many sequences in the queue wait for what; together they are all of them. O(waiting).
 
         Args:
-            held_back_by: what holds back the first of those that wait for nothing of their own, and with it
-                those behind it, as of `Planner`.
+            admission_blocked_by: what holds back the first of those that wait for nothing of their own, and
+                with it those behind it, as of `Planner`.
 
         Returns:
             By reason: "choices" (other sequences of their own), "tenant" (its cap), "adapter" (a slot for
@@ -126,7 +126,7 @@ class Roster:
             elif self.waits_for_adapter(request):
                 counts["adapter"] += 1
             else:
-                counts[held_back_by or "step"] += 1
+                counts[admission_blocked_by or "step"] += 1
         return counts
 
     def waits_for_adapter(self, request: Request) -> bool:
@@ -139,7 +139,7 @@ class Roster:
         output.block_copies, self._copies = self._copies, []
         if self.adapters is not None:
             output.adapter_loads = self.adapters.take_loads()
-        self.late_offers = []
+        self.cached_after_plan = []
 
     def drop_again(self, request_ids: list[str]) -> None:
         """Tells the runner with the next step, too, to drop rows: the step that told it has failed."""
@@ -160,7 +160,7 @@ class Roster:
         if not request.num_preemptions and request.index == 0:
             request.num_cached_tokens = prefix.num_tokens
             self.kv.num_cached_tokens += prefix.num_tokens
-            if not request.scheduling.exempt:
+            if not request.scheduling.is_internal:
                 self.kv.num_queried_tokens += request.num_tokens
 
     def preempt(self, request: Request) -> None:
@@ -194,7 +194,7 @@ class Roster:
         """
         for request in [request for request in self.running if not request.in_runner]:
             if request.load_id is not None:
-                self.transfers.distrust(request)
+                self.transfers.invalidate_load(request)
                 continue
             self.requeue(request)
             request.num_preemptions += 1
@@ -223,11 +223,11 @@ class Roster:
 
     # Ends.
 
-    def finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
+    def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
         """Ends a request wherever it is; what is to outlive it is kept.
 
         Args:
-            is_told: the scheduler was told to; for the trace.
+            is_external: the scheduler was told to; for the trace.
         """
         if request.status is RequestStatus.RUNNING:
             if request.load_id is None and request.num_computed_tokens:
@@ -237,7 +237,7 @@ class Roster:
         self.discard(request)
         request.finish_reason = reason
         if self.trace is not None:
-            self.trace.on_finish(request, reason, is_told=is_told)
+            self.trace.on_finish(request, reason, is_external=is_external)
 
     def discard(self, request: Request) -> None:
         """Ends a request, wherever it is, of which nothing is kept or told."""
@@ -251,13 +251,13 @@ class Roster:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         request_id, external_id, is_over = request.request_id, request.external_id, True
-        choices = request.choices
-        if choices is not None:
-            request_id, external_id = choices.request_id, choices.external_id
-            del choices.live[request.index]
-            is_over = not choices.live
+        group = request.group
+        if group is not None:
+            request_id, external_id = group.request_id, group.external_id
+            del group.live[request.index]
+            is_over = not group.live
             if is_over:
-                del self.families[request_id]
+                del self.groups[request_id]
         if external_id and is_over:
             key = request.scheduling.tenant, external_id
             same = self._by_external_id[key]
@@ -291,18 +291,20 @@ class Roster:
             request.in_runner = False
         if request.load_id is None:
             self.kv.free(request, self.clock())
-            request.num_once_computed = max(request.num_once_computed, request.num_computed_tokens)
-        request.num_computed_tokens = request.steady_until = 0
+            request.num_computed_before_preemption = max(
+                request.num_computed_before_preemption, request.num_computed_tokens
+            )
+        request.num_computed_tokens = request.plain_decode_until = 0
 
     def _keep(self, request: Request) -> None:
         """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""
         try:
-            offers = self.kv.cache_blocks(request)
-            self.transfers.save(offers)
-            self.late_offers += offers
+            newly_cached = self.kv.cache_blocks(request)
+            self.transfers.save(newly_cached)
+            self.cached_after_plan += newly_cached
             self._pin(request)
         except Exception:
-            logger.exception("what a request has computed is not kept", extra=request.named)
+            logger.exception("what a request has computed is not kept", extra=request.log_fields)
 
     def _pin(self, request: Request) -> None:
         scheduling, now = request.scheduling, self.clock()
@@ -333,18 +335,18 @@ class Roster:
         assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks), ranks
         for request in waiting.values():
             assert request.status is RequestStatus.WAITING, request
-            assert request.num_computed_tokens == request.steady_until == 0, request
+            assert request.num_computed_tokens == request.plain_decode_until == 0, request
         for request in self.running:
-            is_steady = request.num_computed_tokens < request.steady_until
-            assert not is_steady or (request.in_runner and not request.num_given_tokens), request
+            is_plain_decode = request.num_computed_tokens < request.plain_decode_until
+            assert not is_plain_decode or (request.in_runner and not request.num_forced_tokens), request
         if self.adapters is not None:
             self.adapters.check_integrity([one.adapter for one in self.running if one.adapter is not None])
         seats = sum(request.num_sequences for request in self.running)
         assert self.num_free_seats == max_num_seqs - seats >= 0, (self.num_free_seats, seats)
-        for request_id, choices in self.families.items():
-            assert choices.live and choices.request_id == request_id
-            assert all(self.requests[r.request_id] is r for r in choices.live.values())
-        known = {*self.requests, *self.families}
+        for request_id, group in self.groups.items():
+            assert group.live and group.request_id == request_id
+            assert all(self.requests[r.request_id] is r for r in group.live.values())
+        known = {*self.requests, *self.groups}
         assert {id for ids in self._by_external_id.values() for id in ids} <= known
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from quire.adapters import Adapter
 from quire.config import SchedulerConfig
 from quire.core.adapters import AdapterSlots
-from quire.core.choices import make_choices
 from quire.core.drafts import DraftBudget, Drafter
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.planner import Planner
@@ -20,6 +19,7 @@ from quire.core.policies.preemption import PreemptionCost
 from quire.core.policies.reservation import make_reservation
 from quire.core.probation import Probation
 from quire.core.roster import Roster
+from quire.core.sequence_group import make_sequence_group
 from quire.core.step import Step
 from quire.core.transfers import BlockTransfers
 from quire.errors import EngineError, InvalidArgumentError, QuireError, describe
@@ -63,8 +63,8 @@ class Scheduler:
     request that turns out to have ended is computed in vain. One thread owns the scheduler; nothing here
     locks.
 
-    The work is divided: `Planner` plans steps, `Roster` keeps who waits and runs, `Choices` are the sequences
-    of a request that has several; here is what becomes of a step.
+    The work is divided: `Planner` plans steps, `Roster` keeps who waits and runs, `SequenceGroup` has the
+    sequences of a request that has several; here is what becomes of a step.
 
     Args:
         clock: seconds, monotonic; the simulator brings its own.
@@ -134,7 +134,7 @@ class Scheduler:
         """
         assert request.status is RequestStatus.WAITING, request
         request_id, roster = request.request_id, self.roster
-        if "#" in request_id or request_id in roster.requests or request_id in roster.families:
+        if "#" in request_id or request_id in roster.requests or request_id in roster.groups:
             raise InvalidArgumentError("request_id", f"{request_id!r:.80} is in use, or holds a '#'")
         num_tokens = request.num_prompt_tokens + max(map(len, (outputs or {}).values()), default=0)
         if num_tokens >= self.max_model_len:  # there is no room for one token of output
@@ -159,12 +159,12 @@ class Scheduler:
                 ahead=roster.queue.ahead(request),
             )
             roster.tenants.check_arrival(request, now)
-        request.choices = make_choices(request, self.max_model_len)
+        request.group = make_sequence_group(request, self.max_model_len)
         if outputs is not None:
             request.token_ids += outputs.get(0, [])
         roster.add(request)
-        if outputs is not None and request.choices is not None:
-            request.choices.resume(request, outputs, roster)
+        if outputs is not None and request.group is not None:
+            request.group.resume(request, outputs, roster)
         if request.num_deaths:
             self.probation.add(request)
         self.transfers.prefetch(request)
@@ -212,7 +212,7 @@ class Scheduler:
             self.last_batch = len(step.requests), num_tokens
         output = step.output
         self.roster.take_changes(output)
-        output.kv_saves, output.kv_loads = self.transfers.take()
+        output.kv_saves, output.kv_loads = self.transfers.pop_planned()
         step.begun = self.roster.clock()
         self._in_flight.append(step)
         if self.probation:
@@ -238,8 +238,8 @@ class Scheduler:
         seconds = now - max(step.begun, self._updated)
         self._updated = now
         outputs: list[EngineCoreOutput] = []
-        for row, request, offers, result in zip(
-            step.output.scheduled, step.requests, step.offers, runner_output.rows, strict=True
+        for row, request, newly_cached, result in zip(
+            step.output.scheduled, step.requests, step.newly_cached, runner_output.rows, strict=True
         ):
             if row.samples:
                 request.num_pending_tokens -= 1
@@ -252,8 +252,8 @@ class Scheduler:
                         request, FinishReason.ERROR, result.error, result.error_code or EngineError.code
                     )
                     continue
-                if offers:
-                    self.transfers.save(offers)
+                if newly_cached:
+                    self.transfers.save(newly_cached)
                 if row.num_drafts:
                     self._take_drafts(request, row, result)
                 if self._has_accounts:
@@ -265,10 +265,12 @@ class Scheduler:
                     continue
                 if not result.token_ids and not result.embedding:
                     raise EngineError("no token was drawn for it")
-                if request.choices is not None:
-                    outputs += request.choices.take(request, result, self.roster, self._take, self._complete)
+                if request.group is not None:
+                    outputs += request.group.apply_result(
+                        request, result, self.roster, self._apply_result, self._complete
+                    )
                 else:
-                    outputs.append(self._take(request, result))
+                    outputs.append(self._apply_result(request, result))
                 if self.config.num_draft_tokens and not request.is_finished:
                     self._guess(request)
             except Exception as error:
@@ -291,7 +293,7 @@ class Scheduler:
                 token_id, num_known + count, self.max_model_len
             ):
                 result.cut(count)
-                result.ends = False
+                result.is_final = False
                 break
         num_right = len(result.token_ids) - 1
         request.num_computed_tokens = min(
@@ -331,13 +333,13 @@ class Scheduler:
         if num_sampled:
             self.roster.tenants.on_tokens(request, num_sampled, now)
 
-    def _take(self, request: Request, result: RowOutput) -> EngineCoreOutput:
+    def _apply_result(self, request: Request, result: RowOutput) -> EngineCoreOutput:
         """Appends sampled tokens to their request, up to one that ends it; an embedding ends it in their
         place. Returns what its caller sees."""
-        token_ids, choices = request.token_ids, request.choices
+        token_ids, group = request.token_ids, request.group
         output = EngineCoreOutput(request.request_id, result.token_ids, logprobs=result.logprobs)
-        if choices is not None:
-            output.request_id, output.index = choices.request_id, request.index
+        if group is not None:
+            output.request_id, output.index = group.request_id, request.index
         _tell_drafts(output, request)
         if len(token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
@@ -351,7 +353,7 @@ class Scheduler:
             output.num_preemptions = request.num_preemptions
         for count, token_id in enumerate(result.token_ids, 1):
             token_ids.append(token_id)
-            at_end = result.ends and count == len(result.token_ids)
+            at_end = result.is_final and count == len(result.token_ids)
             if request.check_stop(self.max_model_len) or at_end:
                 if at_end and request.finish_reason is not FinishReason.STOP:
                     request.finish_reason = FinishReason.STOP  # whole, also where it may not be longer
@@ -390,16 +392,16 @@ class Scheduler:
         outputs = []
         for request_id in request_ids:
             parent, _, index = request_id.rpartition("#")
-            choices = self.roster.families.get(parent)
-            if choices is not None and not choices.is_ranked and index.isdecimal():
-                one = choices.live.get(int(index))
-                if one is not None and choices.has_forked:
-                    self._finish(one, reason, is_told=True)
-                    outputs.append(_told(parent, int(index), one, reason))
+            group = self.roster.groups.get(parent)
+            if group is not None and not group.is_ranked and index.isdecimal():
+                one = group.live.get(int(index))
+                if one is not None and group.has_forked:
+                    self._finish(one, reason, is_external=True)
+                    outputs.append(_final_output(parent, int(index), one, reason))
                 continue
             request = self.roster.requests.get(request_id)
-            if request is None and request_id in self.roster.families:
-                request = next(iter(self.roster.families[request_id].live.values()))
+            if request is None and request_id in self.roster.groups:
+                request = next(iter(self.roster.groups[request_id].live.values()))
             if request is not None:
                 outputs += self._end_all(request, reason)
         return outputs
@@ -416,11 +418,13 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         # Before any is ended: choices end together. What was offered stays so when its request ends or is
         # preempted while the step is under way, and nobody has computed it.
-        self.kv.uncache(self.roster.late_offers)
+        self.kv.uncache(self.roster.cached_after_plan)
         self.transfers.forget_saves()
         for step in steps:
-            for row, request, offers in zip(step.output.scheduled, step.requests, step.offers, strict=True):
-                self.kv.uncache(offers)
+            for row, request, newly_cached in zip(
+                step.output.scheduled, step.requests, step.newly_cached, strict=True
+            ):
+                self.kv.uncache(newly_cached)
                 if not request.is_finished:
                     self._take_back(request, row)
         for step in steps:
@@ -449,16 +453,16 @@ class Scheduler:
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
         """Ends a request, or what is left of it, as its row could not be taken in."""
-        logger.exception("a step could not be taken in", extra=request.named)
+        logger.exception("a step could not be taken in", extra=request.log_fields)
         self._take_back(request, row)
-        choices = request.choices
-        if choices is not None:
-            for one in list(choices.live.values()):
+        group = request.group
+        if group is not None:
+            for one in list(group.live.values()):
                 self._finish(one, FinishReason.ERROR)
         elif not request.is_finished:
             self._finish(request, FinishReason.ERROR)
         return EngineCoreOutput(
-            request.request_id if choices is None else choices.request_id,
+            request.request_id if group is None else group.request_id,
             finish_reason=str(FinishReason.ERROR),
             error=f"the engine failed while computing the request: {describe(error)}",
             error_code=EngineError.code,
@@ -517,7 +521,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """The state now; O(waiting)."""
         rows, tokens = self.last_batch if self.roster.requests else (0, 0)
-        waiting, adapters = self.roster.waiting_by_reason(self._planner.held_back_by), self.roster.adapters
+        waiting, adapters = (
+            self.roster.waiting_by_reason(self._planner.admission_blocked_by),
+            self.roster.adapters,
+        )
         return SchedulerStats(
             step=self._num_steps,
             num_running=len(self.roster.running),
@@ -560,17 +567,17 @@ class Scheduler:
         code: str = EngineError.code,
     ) -> list[EngineCoreOutput]:
         """Ends a request with all its choices; an error is told once."""
-        choices = request.choices
-        if choices is None:
+        group = request.group
+        if group is None:
             request_id, indices, requests = request.request_id, [0], [request]
         else:
-            request_id, indices = choices.request_id, choices.open_indices
-            requests = list(choices.live.values())
+            request_id, indices = group.request_id, group.open_indices
+            requests = list(group.live.values())
         for one in requests:
-            self._finish(one, reason, is_told=error is None)
+            self._finish(one, reason, is_external=error is None)
         if error is not None:
             return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
-        return [_told(request_id, index, requests[0], reason) for index in indices]
+        return [_final_output(request_id, index, requests[0], reason) for index in indices]
 
     def _complete(self, request: Request, reason: FinishReason) -> None:
         """Ends a request that has all its tokens."""
@@ -578,17 +585,17 @@ class Scheduler:
         self._reservation.on_finished(request)
         self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: FinishReason, *, is_told: bool = False) -> None:
+    def _finish(self, request: Request, reason: FinishReason, *, is_external: bool = False) -> None:
         if request.status is RequestStatus.RUNNING:
             self._admission.on_departure()
-        self.roster.finish(request, reason, is_told=is_told)
+        self.roster.finish(request, reason, is_external=is_external)
 
     def _end_step(self) -> None:
         if self.roster.trace is not None:
             self.roster.trace.end_step(self.stats())
 
 
-def _told(request_id: str, index: int, request: Request, reason: FinishReason) -> EngineCoreOutput:
+def _final_output(request_id: str, index: int, request: Request, reason: FinishReason) -> EngineCoreOutput:
     """The last output of a choice that was ended from outside."""
     output = EngineCoreOutput(
         request_id,

@@ -12,24 +12,24 @@ class Step:
     """A planned step: the scheduler output for the runner, and what the scheduler must know until it is
     computed.
 
-    `output.scheduled`, `requests` and `offers` run in parallel, in the order of the requests' ranks.
+    `output.scheduled`, `requests` and `newly_cached` run in parallel, in the order of the requests' ranks.
     """
 
-    __slots__ = ("begun", "budget", "num_prefill_tokens", "offers", "output", "requests")
+    __slots__ = ("begun", "budget", "newly_cached", "num_prefill_tokens", "output", "requests")
 
     def __init__(self, number: int, budget: int) -> None:
         self.output = SchedulerOutput(number)
         self.budget = budget
         """Tokens that may still be added."""
         self.requests: list[Request] = []
-        self.offers: list[Sequence[tuple[bytes, int]]] = []
+        self.newly_cached: list[Sequence[tuple[bytes, int]]] = []
         """(key, block id) of the blocks that each row fills, which others may find from now on."""
         self.num_prefill_tokens = 0
         self.begun = 0.0
         """Seconds on the scheduler's clock, when the step was launched."""
 
-    def add(self, row: ScheduledRequest, request: Request, offers: Sequence[tuple[bytes, int]]) -> None:
+    def add(self, row: ScheduledRequest, request: Request, newly_cached: Sequence[tuple[bytes, int]]) -> None:
         self.output.scheduled.append(row)
         self.requests.append(request)
-        self.offers.append(offers)
+        self.newly_cached.append(newly_cached)
         self.budget -= row.num_scheduled_tokens

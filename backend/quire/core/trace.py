@@ -28,9 +28,12 @@ VERSION = 2
 """Version of what a record holds, and of the configuration's keys in the header."""
 
 _SCHEDULING: msgspec.Struct = SchedulingParams()
-_SCHEDULING_KEYS = SchedulingParams.__struct_fields__
+_SCHEDULING_KEYS = dict(
+    zip(SchedulingParams.__struct_fields__, SchedulingParams.__struct_encode_fields__, strict=True)
+)
+"""Keys of the fields in a record, by the names of their attributes."""
 _SAMPLING: msgspec.Struct = SamplingParams()
-_SAMPLING_KEYS = ("n", "best_of", "beam_width")
+_SAMPLING_KEYS = {name: name for name in ("n", "best_of", "beam_width")}
 
 
 class SchedulerTrace:
@@ -131,7 +134,9 @@ class SchedulerTrace:
         ):
             if given != default:
                 arrival |= {
-                    key: getattr(given, key) for key in keys if getattr(given, key) != getattr(default, key)
+                    key: getattr(given, name)
+                    for name, key in keys.items()
+                    if getattr(given, name) != getattr(default, name)
                 }
         if self._records:
             arrival["in_flight"] = True
@@ -140,11 +145,11 @@ class SchedulerTrace:
     def on_preemption(self, request: Request) -> None:
         self._preempted.append(request.request_id)
 
-    def on_finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
-        """A request has ended; `is_told`: the scheduler was told so, rather than finding out by itself."""
-        if is_told:
-            in_flight, request_id, choices = bool(self._records), request.request_id, request.choices
-            if choices is not None and choices.has_forked and not choices.is_ranked and request.index == 0:
+    def on_finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
+        """A request has ended; `is_external`: the scheduler was told so, and did not find out by itself."""
+        if is_external:
+            in_flight, request_id, group = bool(self._records), request.request_id, request.group
+            if group is not None and group.has_forked and not group.is_ranked and request.index == 0:
                 request_id += "#0"  # this choice alone
             self._ended.append([request_id, str(reason), in_flight, len(self._arrivals)])
         self._finished.append(

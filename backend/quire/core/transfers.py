@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.block_hash import group_key, hash_blocks
 from quire.core.kv_cache_manager import KVCacheManager
-from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix
+from quire.core.prefix import IN_TIER, NULL_BLOCK, CachedPrefix
 from quire.outputs import KVLoad, KVSave
 from quire.request import Request, SwappedBlocks
 
@@ -44,7 +44,7 @@ class BlockTransfers:
         self._ids = itertools.count(1)
         self._under_way: dict[int, tuple[Request, list[bytes], int]] = {}
         self._loading_keys: set[bytes] = set()
-        self._void: set[int] = set()
+        self._invalid_loads: set[int] = set()
         """Loads whose requests have other blocks that may not hold what they should."""
         self._private_keys = itertools.count()
 
@@ -99,7 +99,7 @@ class BlockTransfers:
             prefix = self._with_swapped(prefix, request.swapped)
         if self._loading_keys:
             for group, blocks in enumerate(prefix.block_ids):
-                places = (index for index, block_id in enumerate(blocks) if block_id == ELSEWHERE)
+                places = (index for index, block_id in enumerate(blocks) if block_id == IN_TIER)
                 if any(self._key(request, prefix, group, index) in self._loading_keys for index in places):
                     return None
         return prefix
@@ -114,7 +114,7 @@ class BlockTransfers:
         assert self.tiers is not None
         self.tiers.touch(keys)  # what this very step saves must not push them out
         first = to_fill[0][0]
-        if any(OUTSIDE in blocks[:first] for blocks in prefix.block_ids):
+        if any(NULL_BLOCK in blocks[:first] for blocks in prefix.block_ids):
             first = 0
         gain = prefix.num_tokens - first * self.kv.block_size
         blocks = [(key, block_id) for key, (_, _, block_id) in zip(keys, to_fill, strict=True)]
@@ -133,8 +133,8 @@ class BlockTransfers:
         request, keys, gain = self._under_way.pop(load_id)
         self._loading_keys.difference_update(keys)
         request.load_id = None
-        complete = num_valid == len(keys) and load_id not in self._void
-        self._void.discard(load_id)
+        complete = num_valid == len(keys) and load_id not in self._invalid_loads
+        self._invalid_loads.discard(load_id)
         if complete:
             self.num_loaded_tokens += gain
         else:
@@ -142,13 +142,13 @@ class BlockTransfers:
         self.drop(request)
         return request, complete
 
-    def distrust(self, request: Request) -> None:
+    def invalidate_load(self, request: Request) -> None:
         """Blocks that a loading request found in the pool may be invalid: if it found any, its load will
         count as incomplete."""
         assert request.load_id is not None, request
         _, keys, _ = self._under_way[request.load_id]
         if self.kv.num_held_blocks(request) > len(keys):
-            self._void.add(request.load_id)
+            self._invalid_loads.add(request.load_id)
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Writes computed blocks through, with the next step.
@@ -187,7 +187,7 @@ class BlockTransfers:
             own = {
                 index: b"swap" + next(self._private_keys).to_bytes(12, "big")
                 for index, block_id in enumerate(blocks[:end])
-                if block_id != OUTSIDE
+                if block_id != NULL_BLOCK
             }
             self._saves += [KVSave(key, blocks[index], pinned=True) for index, key in own.items()]
             keys.append(own)
@@ -207,7 +207,7 @@ class BlockTransfers:
             self.tiers.drop(keys)
             request.swapped = None
 
-    def take(self) -> tuple[list[KVSave], list[KVLoad]]:
+    def pop_planned(self) -> tuple[list[KVSave], list[KVLoad]]:
         """Hands over the saves and loads for the next step, once."""
         saves, self._saves = self._saves, []
         loads, self._loads = self._loads, []
@@ -224,7 +224,7 @@ class BlockTransfers:
         count = -(-swapped.num_tokens // self.kv.block_size)
         block_ids = []
         for found, keys in zip(prefix.block_ids, swapped.keys, strict=True):
-            row = [ELSEWHERE if index in keys else OUTSIDE for index in range(count)]
+            row = [IN_TIER if index in keys else NULL_BLOCK for index in range(count)]
             for index in range(min(len(found), count)):
                 if index in keys and found[index] >= 0:
                     row[index] = found[index]

@@ -19,7 +19,7 @@ import msgspec
 from quire.adapters import Adapter, AdapterStatus, AdapterWeights, SavedAdapter, SavedAdapters
 from quire.config import AdapterConfig
 from quire.core.adapters import AdapterSlots
-from quire.core.probation import family_of
+from quire.core.probation import group_id
 from quire.engine.cache_commands import LoadAdapter, UnloadAdapter
 from quire.errors import (
     CheckpointError,
@@ -233,14 +233,14 @@ class AdapterRegistry:
         while self._loads and self._loads[0][-1].done():
             command, path, answer, future = self._loads.popleft()
             try:
-                status = self._take(command.name, path, future.result())
+                status = self._register(command.name, path, future.result())
             except Exception as error:
                 answer(_as_ours(error))
             else:
                 answer(msgspec.to_builtins(status))
         return failed
 
-    def _take(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
+    def _register(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
         old = self._by_name.get(name)
         if old is not None and self._is_leaving(old):
             raise UnavailableError(f"name: {shown(name)} is being unloaded")
@@ -298,9 +298,9 @@ class AdapterRegistry:
 
     def _num_users(self, adapter: Adapter) -> int:
         """How many unfinished requests are computed with an adapter; choices count as one."""
-        return len({family_of(one) for one in self.requests.values() if one.adapter is adapter})
+        return len({group_id(one) for one in self.requests.values() if one.adapter is adapter})
 
-    def give_back(self) -> None:
+    def drop_weights(self) -> None:
         """Gives back the memory of all weights: the engine sleeps, and reads them again."""
         self._weights.clear()
         if self.slots is not None:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from quire.core.probation import NO_RISK, Risk
+from quire.core.probation import NO_SUSPECTS, InFlightSuspects
 from quire.engine.connection import THAWED_S, EngineConnection
 from quire.engine.messages import (
     AbortRequests,
@@ -45,7 +45,7 @@ MAX_FAILED_STARTS = 3
 class EngineLost:
     """The engine died: what it had goes on in the next one, but for a request that it died of."""
 
-    risk: Risk = NO_RISK
+    suspects: InFlightSuspects = NO_SUSPECTS
 
 
 class EngineReplaced:
@@ -193,7 +193,7 @@ class EngineClient:
                 answers.append(message)
         self._has_answered |= bool(answers)
         if self._has_died:
-            answers.append(EngineLost(self._connection.address.risk()))
+            answers.append(EngineLost(self._connection.address.in_flight_suspects()))
             self._bury(self._connection)
         return answers
 

@@ -23,7 +23,7 @@ from quire.adapters import SavedAdapters
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
-from quire.core.probation import NO_RISK, Risk
+from quire.core.probation import NO_SUSPECTS, InFlightSuspects
 from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
@@ -134,9 +134,9 @@ class EngineCore:
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
         """Steps that computed something, since start."""
-        self.on_risk: Callable[[Risk], None] | None = None
-        """Told what is at risk in the next step, whenever that changes."""
-        self._risk = NO_RISK
+        self.on_suspects: Callable[[InFlightSuspects], None] | None = None
+        """Told which suspects are in the next step, whenever that changes."""
+        self._suspects = NO_SUSPECTS
         self._num_failures = 0
         """Number of latest steps in a row that failed."""
         self.profile: StepProfile | None = None
@@ -258,10 +258,10 @@ class EngineCore:
         planned = self.scheduler.schedule()
         planned.is_timed = self.profile is not None
         self._phase("wait", planned.step)
-        if self.scheduler.probation.risk is not self._risk:
-            self._risk = self.scheduler.probation.risk
-            if self.on_risk is not None:
-                self.on_risk(self._risk)
+        if self.scheduler.probation.in_flight_suspects is not self._suspects:
+            self._suspects = self.scheduler.probation.in_flight_suspects
+            if self.on_suspects is not None:
+                self.on_suspects(self._suspects)
         if planned.has_work or self.scheduler.transfers.num_loading:
             self.executor.launch(planned)
             self._in_flight.append(planned)
@@ -413,7 +413,7 @@ class EngineCore:
             self._publish()
             if self.tiers is not None:
                 self.tiers.close()
-            self.adapters.give_back()
+            self.adapters.drop_weights()
             self.scheduler.roster.take_changes(SchedulerOutput(0))  # the runner forgets by itself
             self._attach(None)
             _wait_for(self.executor.sleep(), meanwhile)
@@ -445,7 +445,7 @@ class EngineCore:
 
     def _publish(self) -> None:
         if self._events is not None and self._publisher is not None:
-            batch = self._events.take()
+            batch = self._events.pop_batch()
             if batch is not None:
                 self._publisher.publish(batch)
 
@@ -481,7 +481,7 @@ class EngineCore:
                 [0] * num_tokens,
                 SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature, top_k=2),
                 external_id="warm-up",
-                scheduling=SchedulingParams(exempt=True),
+                scheduling=SchedulingParams(is_internal=True),
             )
             while self.has_work:
                 for output in self.step():

@@ -12,7 +12,7 @@ from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
 T = TypeVar("T")
 
 
-class Computing(Protocol):
+class RunnerBase(Protocol):
     """Interface that runners and executors have in common."""
 
     @property
@@ -36,7 +36,7 @@ class Computing(Protocol):
     def close(self) -> None: ...
 
 
-class Runner(Computing, Protocol):
+class Runner(RunnerBase, Protocol):
     """Computes steps on its caller's thread: `ModelRunner`, or `WorkerGroup`, which has some elsewhere."""
 
     def launch(self, output: SchedulerOutput) -> None:
@@ -56,7 +56,7 @@ class Runner(Computing, Protocol):
         """Waits for the oldest step that was launched; an exception if one of those under way has failed."""
 
 
-class Executor(Computing, Protocol):
+class Executor(RunnerBase, Protocol):
     """Computes steps for the engine and gives futures of them; a `WorkerGroup`'s ranks are one executor."""
 
     depth: int

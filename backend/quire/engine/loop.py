@@ -54,7 +54,7 @@ from quire.engine.messages import (
     Stats,
     encoder,
     frontend_message_decoder,
-    named_decoder,
+    header_decoder,
 )
 from quire.engine.processes import name_threads, open_verified_pidfd, start_time_of, wait_readable
 from quire.engine.profile import StepProfile
@@ -271,23 +271,23 @@ class EngineLoop:
 
     def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
         """Answers a message that could not be decoded or handled, if it tells whose it is."""
-        named = None
+        header = None
         with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            named = named_decoder.decode(payload)
-        if isinstance(error, msgspec.ValidationError) and named is not None and named.type == "add":
+            header = header_decoder.decode(payload)
+        if isinstance(error, msgspec.ValidationError) and header is not None and header.type == "add":
             error = InvalidArgumentError("request", describe(error))
         elif not isinstance(error, QuireError):
             if (now := time.monotonic()) >= self._next_complaint:
                 self._next_complaint = now + COMPLAINT_INTERVAL_S
-                named_ids = {} if named is None else {"request_id": named.request_id}
-                logger.error("engine: a message could not be handled", exc_info=error, extra=named_ids)
+                log_fields = {} if header is None else {"request_id": header.request_id}
+                logger.error("engine: a message could not be handled", exc_info=error, extra=log_fields)
             error = EngineError(f"the engine could not handle the request: {describe(error)}")
-        if named is None:
+        if header is None:
             return
-        if named.type == "add":
-            self._send(identity, Outputs([error_output(named.request_id, error)]))
-        elif named.type in COMMANDS:
-            self._send(identity, CommandResult(named.token, {}, str(error), error.code))
+        if header.type == "add":
+            self._send(identity, Outputs([error_output(header.request_id, error)]))
+        elif header.type in COMMANDS:
+            self._send(identity, CommandResult(header.token, {}, str(error), error.code))
 
     def _handle(self, identity: bytes, message: Any) -> None:
         match message:
@@ -355,7 +355,7 @@ class EngineLoop:
     def _probe(self) -> None:
         """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(exempt=True))
+        self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(is_internal=True))
 
     def _trace_abort(self, request_ids: list[str], learned_at: float) -> None:
         if self.core.trace is not None:
@@ -376,7 +376,7 @@ class EngineLoop:
             raise EngineError("request ids must not hold #, which names choices")
         check_together(message.sampling_params)
         _check_outputs(message)
-        if message.scheduling.exempt:
+        if message.scheduling.is_internal:
             raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
         embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
         try:
@@ -530,7 +530,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         timeline.end("warm-up")
         core.adapters.on_change = directory.write_adapters
         directory.write_adapters(core.adapters.saved())
-        core.on_risk = lambda risk: directory.write_risk(pid, risk)
+        core.on_suspects = lambda suspects: directory.write_suspects(pid, suspects)
         if config.scheduler.trace_file:
             core.enable_trace(Path(config.scheduler.trace_file))
     except QuireError as error:

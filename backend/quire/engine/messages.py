@@ -158,7 +158,7 @@ COMMANDS = ("cancel_external", "control")
 """Types of the messages that a CommandResult answers."""
 
 
-class Named(msgspec.Struct):
+class MessageHeader(msgspec.Struct):
     """Type and ids of a message, as far as readable: enough to answer one that is wrong otherwise."""
 
     type: str = ""
@@ -168,5 +168,5 @@ class Named(msgspec.Struct):
 
 encoder = msgspec.msgpack.Encoder()
 frontend_message_decoder = msgspec.msgpack.Decoder(FrontendMessage)
-named_decoder = msgspec.msgpack.Decoder(Named)
+header_decoder = msgspec.msgpack.Decoder(MessageHeader)
 engine_message_decoder = msgspec.msgpack.Decoder(EngineMessage)

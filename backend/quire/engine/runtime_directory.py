@@ -23,14 +23,14 @@ from typing import Literal
 import msgspec
 
 from quire.adapters import SavedAdapters
-from quire.core.probation import NO_RISK, Risk
+from quire.core.probation import NO_SUSPECTS, InFlightSuspects
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.processes import start_time_of
 from quire.errors import ConfigError
 
 POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024
-MAX_RISK_BYTES = 4 * 2**20
+MAX_SUSPECTS_BYTES = 4 * 2**20
 """Most bytes read of an engine's requests at risk: the ids of as many requests as it may run."""
 MAX_ADAPTERS_BYTES = 64 * 2**20
 """Most bytes read of an engine's adapters: names and paths of as many as it may know."""
@@ -65,7 +65,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(EngineState)
 _adapters_decoder = msgspec.json.Decoder(SavedAdapters)
-_risk_decoder = msgspec.json.Decoder(Risk)
+_suspects_decoder = msgspec.json.Decoder(InFlightSuspects)
 
 
 class RuntimeDirectory:
@@ -158,16 +158,16 @@ class RuntimeDirectory:
     def write_state(self, state: EngineState) -> None:
         self.write("state.json", msgspec.json.encode(state))
 
-    def read_risk(self, pid: int) -> Risk:
-        """Reads the risk that an engine stated before it ended; NO_RISK: nothing readable was stated."""
+    def read_suspects(self, pid: int) -> InFlightSuspects:
+        """Reads the suspects an engine stated before it ended; NO_SUSPECTS: it stated nothing readable."""
         try:
-            return _risk_decoder.decode(self.read(f"at-risk-{pid}", MAX_RISK_BYTES) or b"")
+            return _suspects_decoder.decode(self.read(f"at-risk-{pid}", MAX_SUSPECTS_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError):
-            return NO_RISK
+            return NO_SUSPECTS
 
-    def write_risk(self, pid: int, risk: Risk) -> None:
+    def write_suspects(self, pid: int, suspects: InFlightSuspects) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the engine
-            self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
+            self.write(f"at-risk-{pid}", msgspec.json.encode(suspects))
 
     def read_adapters(self) -> SavedAdapters | None:
         """Reads the adapters that the latest engine stated; None: nothing readable was stated."""

@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from quire.config import EngineConfig
-from quire.core.probation import NO_RISK, Risk
+from quire.core.probation import NO_SUSPECTS, InFlightSuspects
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.processes import open_verified_pidfd, start_time_of, wait_readable
 from quire.engine.run_module import RUN_MODULE
@@ -61,10 +61,10 @@ class EngineAddress:
     directory: Path | None = None
     """Where it says what is at risk, and beats; None: nowhere."""
 
-    def risk(self) -> Risk:
-        """Reads which requests were at risk when the engine died; NO_RISK: none, or it is not known."""
+    def in_flight_suspects(self) -> InFlightSuspects:
+        """Reads which requests were at risk when the engine died; NO_SUSPECTS: none, or it is not known."""
         with self._opened() as directory:
-            return NO_RISK if directory is None else directory.read_risk(self.pid)
+            return NO_SUSPECTS if directory is None else directory.read_suspects(self.pid)
 
     def heartbeat(self) -> Heartbeat | None:
         """Its heartbeat; None where there is none."""

@@ -96,7 +96,7 @@ class TokenDecoder:
         self.sentinel = self._find_sentinel() if self.byte_fallback else None
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TokenDecoder:
+    def for_tokenizer(cls, tokenizer: Any) -> TokenDecoder:
         """The decoder of a tokenizer, made once for each."""
         if isinstance(tokenizer, TokenDecoder):
             return tokenizer
@@ -226,7 +226,7 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = TokenDecoder.of(tokenizer)
+        self._decoder = TokenDecoder.for_tokenizer(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         automaton = StopAutomaton(stop) if isinstance(stop, tuple) and stop else stop
         self._matcher = StopMatcher(automaton) if isinstance(automaton, StopAutomaton) else None

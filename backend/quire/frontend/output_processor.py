@@ -30,9 +30,9 @@ MAX_UNDECODED = 256
 class OutputProcessor:
     """State of one choice of a request between engine outputs and responses.
 
-    `process` takes what the engine sent, `take` gives what may be sent on; between two `take` calls any
-    number of outputs may be merged, and unless there are stop strings they become text only then, together.
-    `append` is `process` for the many outputs that are nothing but tokens.
+    `process` takes what the engine sent, `pop_output` gives what may be sent on; between two `pop_output`
+    calls any number of outputs may be merged, and unless there are stop strings they become text only then,
+    together. `append` is `process` for the many outputs that are nothing but tokens.
 
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
@@ -51,7 +51,7 @@ class OutputProcessor:
     """Number of the prompt, for a request with several."""
     answer: Answer | None = None
     """Parser of the text, where it is an answer to chat messages."""
-    place: int | None = None
+    result_index: int | None = None
     """Index of the choice in its responses, where choices are ranked here; None: `index`."""
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
@@ -260,20 +260,20 @@ class OutputProcessor:
             self.finish_reason = reason.value
             self.error, self.error_code = error, error_code
 
-    def take_ready(self) -> RequestOutput | None:
-        """Returns what `take` does; None: neither the end, nor text, nor (without a tokenizer) token ids."""
+    def pop_ready(self) -> RequestOutput | None:
+        """Returns what `pop_output` does; None: no end, no text and (with no tokenizer) no token ids."""
         self._decode(flush=self.finished)
         has_parts = self.answer is not None and not self.answer.is_empty
         if self._text or has_parts or self.finished or (self._detokenizer is None and self._token_ids):
-            return self._take()
+            return self._pop_output()
         return None
 
-    def take(self) -> RequestOutput:
+    def pop_output(self) -> RequestOutput:
         """Returns everything that may be sent now, and forgets it."""
         self._decode(flush=self.finished)
-        return self._take()
+        return self._pop_output()
 
-    def _take(self) -> RequestOutput:
+    def _pop_output(self) -> RequestOutput:
         text, self._text = self._text, ""
         if not self.finished:
             self._taken_ids.extend(self._token_ids)
@@ -292,21 +292,21 @@ class OutputProcessor:
             logprobs=logprobs or None,
             error=self.error,
             error_code=self.error_code,
-            index=self.index if self.place is None else self.place,
+            index=self.index if self.result_index is None else self.result_index,
             cumulative_logprob=self.cumulative_logprob,
             item=self.item,
             prompt_logprobs=prompt_logprobs,
             embedding=self._embedding,
         )
         if self.answer is not None:
-            output.text, output.reasoning, output.tool_calls = self.answer.take()
+            output.text, output.reasoning, output.tool_calls = self.answer.pop_deltas()
             output.num_reasoning_tokens = self.num_reasoning_tokens
             if self.finish_reason == FinishReason.STOP.value and self.answer.has_all_calls:
                 output.finish_reason = FinishReason.TOOL_CALLS.value
         return output
 
 
-def ranked_here(params: SamplingParams) -> tuple[SamplingParams, int]:
+def split_ranking(params: SamplingParams) -> tuple[SamplingParams, int]:
     """Returns sampling parameters for the engine, and the number of best choices to answer with; 0: all.
 
     The choices of `best_of` are ranked here, as stop strings may end them here. The best have the highest
@@ -320,7 +320,7 @@ def ranked_here(params: SamplingParams) -> tuple[SamplingParams, int]:
 
 
 class RequestProcessor:
-    """The choices of one request; arguments as of `OutputProcessor` and `ranked_here`. Without `stops` it
+    """The choices of one request; arguments as of `OutputProcessor` and `split_ranking`. Without `stops` it
     makes them itself; `new_answer` makes the parser of each choice."""
 
     __slots__ = ("choices", "num_best", "request_id")
@@ -373,8 +373,8 @@ class RequestProcessor:
         if not self.finished:
             return []
         best = sorted(self.choices, key=lambda choice: -choice.mean_logprob)[: self.num_best]
-        for place, choice in enumerate(best):
-            choice.place = place
+        for index, choice in enumerate(best):
+            choice.result_index = index
         best[0].take_prompt_logprobs(self.choices[0])
         return best
 

@@ -37,8 +37,8 @@ from quire.kv_tiers.block_file import (
     read_block,
     write_block,
 )
-from quire.kv_tiers.complaints import Complaints
 from quire.kv_tiers.connector import BlockArray, KVConnector
+from quire.kv_tiers.throttled_warnings import ThrottledWarnings
 
 logger = logging.getLogger("quire")
 
@@ -124,7 +124,7 @@ class DiskTier(KVConnector):
         self._shards: set[str] = set()
         self._unremoved: dict[bytes, None] = {}
         """Forgotten blocks whose files could not be removed yet; the writer's."""
-        self._complaints = Complaints()
+        self._warnings = ThrottledWarnings()
         self._lock_fd: int | None = None
         self._next_attempt = 0.0
         self._is_owner = False
@@ -302,7 +302,7 @@ class DiskTier(KVConnector):
 
     def _complain(self, error: OSError) -> None:
         what = f"disk tier: {self._directory} cannot be written: {error.strerror or error}"
-        self._complaints.warn(f"write {error.errno}", what)
+        self._warnings.warn(f"write {error.errno}", what)
 
     # The reader.
 
@@ -316,7 +316,7 @@ class DiskTier(KVConnector):
         except (DamagedBlockError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise
-            self._complaints.warn("damage", f"disk tier: {path} is damaged and not used: {error}")
+            self._warnings.warn("damage", f"disk tier: {path} is damaged and not used: {error}")
             self._drop_unreadable(key, "damaged")
             return False
         try:
@@ -474,7 +474,7 @@ class DiskTier(KVConnector):
             if size == HEADER_BYTES + self.block_bytes:
                 found.append((mtime, key))
             elif self._is_owner:
-                self._complaints.warn("damage", f"disk tier: {path} is deleted: it has {size} bytes")
+                self._warnings.warn("damage", f"disk tier: {path} is deleted: it has {size} bytes")
                 self._counts["damaged"] += 1
                 Path(path).unlink(missing_ok=True)
         found.sort()

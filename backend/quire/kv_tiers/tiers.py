@@ -20,10 +20,10 @@ import numpy as np
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, describe
-from quire.kv_tiers.complaints import Complaints
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
 from quire.kv_tiers.host import HostTier
+from quire.kv_tiers.throttled_warnings import ThrottledWarnings
 from quire.outputs import KVLoad, KVSave
 
 logger = logging.getLogger("quire")
@@ -52,7 +52,7 @@ class _Tier:
         self.num_failures = 0
         self._clock = clock
         self._rests_until = 0.0
-        self._complaints = Complaints(clock)
+        self._warnings = ThrottledWarnings(clock)
 
     @property
     def is_resting(self) -> bool:
@@ -85,14 +85,14 @@ class _Tier:
             raise ValueError("not all are finite")
         except Exception as error:
             what = f"KV tier {self.store.name} has no usable stats(): {describe(error)}"
-            self._complaints.warn("stats", what)
+            self._warnings.warn("stats", what)
         return {}
 
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1
         self._rests_until = self._clock() + REST_S
         what = f"KV tier {self.store.name} failed and rests for {REST_S:.0f} s: {describe(error)}"
-        self._complaints.warn(type(error).__name__, what)
+        self._warnings.warn(type(error).__name__, what)
 
 
 class _Rate:

@@ -272,9 +272,12 @@ def arrivals_of_trace(
     entries = [entry for record in records for entry in record["arrivals"]]
     if begin is None:
         begin = min((entry["time"] for entry in entries), default=0.0)
+    keys = list(
+        zip(SchedulingParams.__struct_fields__, SchedulingParams.__struct_encode_fields__, strict=True)
+    )
     made, choices = [], []
     for number, entry in enumerate(entries, 1):
-        own = {key: entry[key] for key in SchedulingParams.__struct_fields__ if key in entry}
+        own = {name: entry[key] for name, key in keys if key in entry}
         for key in ("ttft_deadline", "deadline"):
             if key in own:
                 own[key] -= begin

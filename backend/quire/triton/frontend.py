@@ -121,12 +121,12 @@ class TritonPythonModel:
         self._metrics = EngineMetrics(self._board, directory, *identity, max_loras)
         timeline.end("engine")
         self._vllm_board = None
-        took = None
+        on_output = None
         if config_completion.shows_vllm_metrics(model_config, version_directory):
             if shows_names:
                 raise ConfigError("REPORT_CUSTOM_METRICS: metrics_names=vllm shows these names already")
             self._vllm_board = MetricsBoard(pb_utils, period_s=0.0)
-            took = VllmBackendMetrics(self._vllm_board, *identity, engine.info.max_model_len).took
+            on_output = VllmBackendMetrics(self._vllm_board, *identity, engine.info.max_model_len).on_output
         self._traces = RequestTraces.of_environment()
         observers: list[RequestObserver] = [metrics]
         if self._traces is not None:
@@ -135,7 +135,7 @@ class TritonPythonModel:
             observers.append(RequestLog())
         server = ServerAnswer(*identity, self._server_pid)
         path = None if tokenizer is None else tokenizer.path
-        self._results = ResultCache.of(config.cache, path)
+        self._results = ResultCache.from_config(config.cache, path)
         self._responder = Responder(
             None if tokenizer is None else tokenizer.hf,
             engine,
@@ -144,7 +144,7 @@ class TritonPythonModel:
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
             meter=metrics,
-            took=took,
+            on_output=on_output,
             results=self._results,
             observers=observers,
         )

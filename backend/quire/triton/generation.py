@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.core.probation import Risk
+from quire.core.probation import InFlightSuspects
 from quire.engine.messages import AddRequest
 from quire.frontend.output_processor import RequestProcessor
 from quire.triton.request_handle import RequestHandle
 from quire.triton.result_cache import Recording
 
-MAX_KILLS = 2
+MAX_CRASHES_ALONE = 2
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Generation:
     """Notes what engines say of the request."""
     num_deaths: int = 0
     """Engines that died and had it, since it last was no suspect (`core/probation.py`)."""
-    num_kills: int = 0
+    num_crashes_alone: int = 0
     """Deaths among `num_deaths`, in a row up to the latest, at which the engine computed nothing else."""
 
     @property
@@ -35,12 +35,12 @@ class Generation:
         """Whether no engine is to go on with it: it has ended, or comes from the result cache."""
         return self.processor.finished or self.handle.is_replay or not self.handle.is_open
 
-    def take_death(self, risk: Risk) -> bool:
+    def record_crash(self, suspects: InFlightSuspects) -> bool:
         """An engine that had it died; whether that, and the death before, was of nothing else."""
-        is_suspect = self.message.request_id in risk.request_ids
+        is_suspect = self.message.request_id in suspects.request_ids
         self.num_deaths = self.num_deaths + 1 if is_suspect else 1
-        self.num_kills = self.num_kills + 1 if is_suspect and risk.is_alone else 0
-        return self.num_kills == MAX_KILLS
+        self.num_crashes_alone = self.num_crashes_alone + 1 if is_suspect and suspects.is_alone else 0
+        return self.num_crashes_alone == MAX_CRASHES_ALONE
 
     def next_message(self) -> AddRequest:
         """Returns the message with which the next engine goes on to the tokens that would have followed.

@@ -129,7 +129,7 @@ class Intake:
             except QuireError as error:
                 self._responder.refuse(handle, error)
             except BaseException as error:  # a panic in Rust is no Exception, and the lane goes on
-                logger.exception("frontend: parsing failed", extra=handle.named)
+                logger.exception("frontend: parsing failed", extra=handle.log_fields)
                 self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
             finally:
                 for cancel in self._parsed(raw):

@@ -83,7 +83,7 @@ class RequestHandle:
     """The response that ends the request, where it could not be sent yet."""
 
     @property
-    def named(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """Ids of the request, as extra fields of log records."""
         return {"request_id": self.request_id, "external_id": self.external_id}
 

@@ -38,7 +38,7 @@ from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import Answer, ChatParsing, prepare_answer
 from quire.frontend.grammar_checker import GrammarChecker
-from quire.frontend.output_processor import ranked_here
+from quire.frontend.output_processor import split_ranking
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import (
@@ -208,7 +208,7 @@ class ParsedRequest:
     is_chat: bool = False
     """Whether the prompt was chat messages."""
     num_best: int = 0
-    """Choices to tell, as of `ranked_here`."""
+    """Choices to tell, as of `split_ranking`."""
     new_answer: Callable[[], Answer] | None = None
     """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
     skips_empty: bool = False
@@ -269,7 +269,7 @@ class RequestParser:
         self.grammars = grammars
         self.adapters = adapters
         self.tokenizer = tokenizer
-        self.chat_parsing = ChatParsing.of(tokenizer, config)
+        self.chat_parsing = ChatParsing.from_config(tokenizer, config)
         self.batched = batched
         self._form = "batched" if batched else config.dialect
         self._known_outputs = frozenset(spec.name for spec in outputs_of(batched=batched))
@@ -509,7 +509,7 @@ class RequestParser:
         if new_answer is not None and skips_empty:
             beside = CHAT_OUTPUTS & self._all_outputs
             outputs, final_outputs = outputs | beside, final_outputs | beside
-        params, num_best = ranked_here(params)
+        params, num_best = split_ranking(params)
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.probation import Risk
+from quire.core.probation import InFlightSuspects
 from quire.engine.client import Answer, EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
     CancelByExternalId,
@@ -80,7 +80,7 @@ class Responder(threading.Thread):
         drain: of the model.
         results: keeps what the engine answers; None: nothing does.
         meter: told of the responses of streams.
-        took: told of each output of the engine that is no error, when its choice has taken it.
+        on_output: told of each output of the engine that is no error, when its choice has taken it.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Responder(threading.Thread):
         drain: Drain | None = None,
         results: ResultCache | None = None,
         meter: StreamMeter | None = None,
-        took: Callable[[RequestHandle, OutputProcessor, EngineCoreOutput], None] | None = None,
+        on_output: Callable[[RequestHandle, OutputProcessor, EngineCoreOutput], None] | None = None,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
-        self._decoder = None if tokenizer is None else TokenDecoder.of(tokenizer)
+        self._decoder = None if tokenizer is None else TokenDecoder.for_tokenizer(tokenizer)
         self.engine = engine
         self.drain = Drain() if drain is None else drain
-        self._model, self._observers, self._meter, self._took = model, observers, meter, took
+        self._model, self._observers, self._meter, self._on_output = model, observers, meter, on_output
         self._results = results
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
         """Requests that are answered from the result cache, and what is still to be said of them."""
@@ -190,7 +190,8 @@ class Responder(threading.Thread):
             action()
         except Exception:
             logger.exception(
-                "frontend: a request could not be handled", extra=None if handle is None else handle.named
+                "frontend: a request could not be handled",
+                extra=None if handle is None else handle.log_fields,
             )
 
     def _timeout_ms(self) -> int:
@@ -220,7 +221,7 @@ class Responder(threading.Thread):
             self._fail(handle, str(error), error.code)
             self._abort_others(handle)
         except Exception as error:
-            logger.exception("frontend: a request cannot be handed to the engine", extra=handle.named)
+            logger.exception("frontend: a request cannot be handed to the engine", extra=handle.log_fields)
             self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
             self._abort_others(handle)
 
@@ -295,16 +296,16 @@ class Responder(threading.Thread):
     def _receive(self) -> None:
         for answer in self.engine.receive():
             # Each by itself: the death of an engine must be learned of, whatever its last words do.
-            self._guard(partial(self._take, answer))
+            self._guard(partial(self._handle_answer, answer))
 
-    def _take(self, answer: Answer) -> None:
+    def _handle_answer(self, answer: Answer) -> None:
         match answer:
             case Outputs():
                 self._take_outputs(answer.outputs)
             case CommandResult():
                 self._answer(answer)
             case EngineLost():
-                self._pause_all(answer.risk)
+                self._pause_all(answer.suspects)
             case EngineReplaced():
                 self._continue_all()
             case EngineGone():
@@ -319,11 +320,11 @@ class Responder(threading.Thread):
                 continue
             choice = found.processor.choices[output.index]
             if found.recording is not None and output.error is None:
-                found.recording.take(choice, output)
+                found.recording.add_output(choice, output)
             if choice not in self._due or not choice.append(output):
                 stopped += self._process(found.handle, found.processor, choice, output)
-            elif self._took is not None:
-                self._took(found.handle, choice, output)
+            elif self._on_output is not None:
+                self._on_output(found.handle, choice, output)
         self.engine.abort(stopped, FinishReason.STOP)
 
     def _process(
@@ -347,8 +348,8 @@ class Responder(threading.Thread):
             self._cannot_process(handle, error)
             return []
         self._mark(handle, choice)
-        if self._took is not None:
-            self._took(handle, choice, output)
+        if self._on_output is not None:
+            self._on_output(handle, choice, output)
         return [] if stopped is None else [stopped]
 
     def _mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
@@ -393,7 +394,7 @@ class Responder(threading.Thread):
             if handle is None:
                 continue  # an error of another choice has ended the request
             try:
-                output = choice.take_ready()
+                output = choice.pop_ready()
                 if output is not None:
                     made[handle] = choice, output, handle.make(output)
             except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
@@ -417,7 +418,7 @@ class Responder(threading.Thread):
         return count
 
     def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
-        logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.named)
+        logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.log_fields)
         self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
         self._abort(handle, FinishReason.ERROR)
 
@@ -428,7 +429,7 @@ class Responder(threading.Thread):
         choice: OutputProcessor | None = None,
         response: Response | None = None,
     ) -> None:
-        """Sends what `take` gave, or the answer to a command.
+        """Sends what `pop_output` gave, or the answer to a command.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
@@ -484,7 +485,7 @@ class Responder(threading.Thread):
         before it, a BLS caller of the 24.10 server never sees it. What has not begun is told by the error.
 
         Args:
-            taken: what `take` gave of one choice.
+            taken: what `pop_output` gave of one choice.
         """
         if not (handle.parsed.stream and handle.last_sent):
             return
@@ -494,11 +495,11 @@ class Responder(threading.Thread):
                 for choice in processor.choices:
                     if not choice.finished or choice in self._due:
                         choice.finish(reason)
-                        outputs.append(choice.take())
+                        outputs.append(choice.pop_output())
             for output in outputs:
                 handle.send(output, before_error=True)
         except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
-            logger.error("frontend: a request could not be told its end: %s", error, extra=handle.named)
+            logger.error("frontend: a request could not be told its end: %s", error, extra=handle.log_fields)
 
     def _report(self, handle: RequestHandle, reason: str, error_code: str = "") -> None:
         """Tells the observers of a request's end, once."""
@@ -510,7 +511,7 @@ class Responder(threading.Thread):
             try:
                 observer.ended(record)
             except Exception:
-                logger.exception("frontend: an end could not be reported", extra=handle.named)
+                logger.exception("frontend: an end could not be reported", extra=handle.log_fields)
 
     def _fail(
         self,
@@ -533,7 +534,7 @@ class Responder(threading.Thread):
         """A response was not delivered: its request ends with an error, here and in the engine."""
         now = time.monotonic()
         self._careful_until = now + CAREFUL_S
-        logger.error("frontend: a response could not be sent: %s", error, extra=handle.named)
+        logger.error("frontend: a response could not be sent: %s", error, extra=handle.log_fields)
         if handle.is_ending:
             heapq.heappush(self._ending, (now + END_PAUSES_S[0], handle.request_id, 0, handle))
         elif handle.is_open:
@@ -560,7 +561,7 @@ class Responder(threading.Thread):
                     due = now + END_PAUSES_S[failures + 1]
                     heapq.heappush(self._ending, (due, request_id, failures + 1, handle))
                 else:
-                    logger.error("frontend: a request is given up: %s", error, extra=handle.named)
+                    logger.error("frontend: a request is given up: %s", error, extra=handle.log_fields)
                     handle.abandon()
 
     def _answer(self, result: CommandResult) -> None:
@@ -580,7 +581,7 @@ class Responder(threading.Thread):
         reason = FinishReason.CANCELLED if is_cancel else FinishReason.STOP
         self._send(handle, RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0))
 
-    def _pause_all(self, risk: Risk) -> None:
+    def _pause_all(self, suspects: InFlightSuspects) -> None:
         """The engine died: what it generated goes on in the next one; commands are not repeated, but for
         cancellations, which it may not have read: they are for what pauses now.
 
@@ -597,7 +598,7 @@ class Responder(threading.Thread):
         for generation in list(self._generating.values()):
             if generation.is_over:
                 continue
-            if generation.take_death(risk):
+            if generation.record_crash(suspects):
                 self._tell_end(generation.handle, FinishReason.ERROR)
                 self._fail(generation.handle, "two engines died while they computed it alone", "INTERNAL")
                 continue
@@ -679,11 +680,11 @@ class Responder(threading.Thread):
             try:
                 is_cancelled = handle.is_cancelled()
             except Exception as error:
-                logger.error("frontend: a request could not be polled: %s", error, extra=handle.named)
+                logger.error("frontend: a request could not be polled: %s", error, extra=handle.log_fields)
                 is_cancelled = False
             if is_cancelled:
                 if handle.parsed.form == "vllm":
-                    logger.info("[vllm] Cancelling the request", extra=handle.named)
+                    logger.info("[vllm] Cancelling the request", extra=handle.log_fields)
                     told.append(handle)
                 cancelled += [processor.request_id for processor in handle.processors]
                 self._fail(handle, "the request was cancelled", "CANCELLED", reason=FinishReason.CANCELLED)
@@ -695,7 +696,7 @@ class Responder(threading.Thread):
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
         self.engine.abort(cancelled, FinishReason.CANCELLED)
         for handle in told:  # what vllm_backend logs, and its users search for
-            logger.info("[vllm] Successfully cancelled the request", extra=handle.named)
+            logger.info("[vllm] Successfully cancelled the request", extra=handle.log_fields)
 
 
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:

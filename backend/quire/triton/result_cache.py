@@ -93,7 +93,7 @@ class Recording:
     """Digest of each adapter's content by its name, as they were then."""
     choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
 
-    def take(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
+    def add_output(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
         """Notes an output, before `choice` has taken it."""
         if choice.finished:
             return  # what was on its way when a stop string ended it
@@ -131,7 +131,7 @@ class ResultCache:
         self._tokenizer = "" if tokenizer is None else _digest_of_files(tokenizer)
 
     @classmethod
-    def of(cls, config: CacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
+    def from_config(cls, config: CacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
         """None where it is off."""
         return cls(config, tokenizer) if config.result_cache_memory or config.result_cache_url else None
 
@@ -282,12 +282,12 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
         and {(one.item, one.index) for one in results.choices} == places
         and all(one.is_sound(info.vocab_size) for one in results.choices)
         and all(len(one.token_ids) <= info.max_model_len for one in results.choices)
-        and all(_has_what(one, prompts[one.item]) for one in results.choices)
+        and all(_fits_request(one, prompts[one.item]) for one in results.choices)
     )
     return results if is_right else None
 
 
-def _has_what(one: ChoiceResult, prompt: ParsedRequest) -> bool:
+def _fits_request(one: ChoiceResult, prompt: ParsedRequest) -> bool:
     """Whether a choice has log-probabilities, or an embedding, where its prompt asks for them, and no more
     tokens than it allows."""
     params, num_prompt_tokens = prompt.params, len(prompt.prompt_token_ids)

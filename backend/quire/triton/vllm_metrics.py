@@ -46,7 +46,7 @@ class VllmBackendMetrics:
             )
         )
 
-    def took(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> None:
+    def on_output(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> None:
         """Called when a choice has taken an output of the engine."""
         now = time.monotonic()
         if output.new_token_ids or output.embedding:  # else it has ended without: in the queue, perhaps

@@ -472,7 +472,7 @@ class ModelRunner:
             grammar = step.grammars[first] if step.grammars else None
             if grammar is not None and not output.error:
                 assert isinstance(grammar, RowGrammar), "drafts come behind a row's own"
-                count, output.ends = grammar.accept(output.token_ids)
+                count, output.is_final = grammar.accept(output.token_ids)
                 output.cut(count)
             if rows[row] is NOTHING:
                 if output.error:

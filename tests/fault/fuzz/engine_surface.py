@@ -150,8 +150,10 @@ def _with_unchecked_values(rng: Random, request: dict[str, Any]) -> dict[str, An
             case _:
                 request["prompt_token_ids"] = rng.choice(([], [5, _integer(rng)], [5] * 3_000, [5] * 256))
                 continue
-        name = rng.choice(kind.__struct_fields__)
-        hint = str(kind.__annotations__[name])
+        field, name = rng.choice(
+            list(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+        )
+        hint = str(kind.__annotations__[field])
         if hint.startswith("int"):
             params[name] = _integer(rng)
         elif hint.startswith("float"):

@@ -38,7 +38,7 @@ class AdmissionControl:
     def set_default_deadlines(self, request: Request) -> None:
         """Gives a request that states no deadline the configured one, counted from its arrival."""
         config, given = self._config, request.scheduling
-        if given.exempt:
+        if given.is_internal:
             return
         ttft_deadline, deadline = given.ttft_deadline, given.deadline
         if ttft_deadline is None and config.default_ttft_deadline_ms:
@@ -120,7 +120,7 @@ class AdmissionControl:
                 `max_predicted_ttft_ms` or its own deadline allows; names the limit, and when it may be met.
         """
         config = self._config
-        if request.scheduling.exempt:
+        if request.scheduling.is_internal:
             return
         if num_waiting >= config.max_waiting_requests:
             raise UnavailableError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from quire.config import SchedulerConfig
-from quire.core.policies.line import Line
+from quire.core.policies.ranked_requests import RankedRequests
 from quire.request import Request
 
 TOKENS_PER_AGEING = 1000
@@ -136,26 +136,26 @@ class FCFSQueue(QueuePolicy):
         self._may_run = may_run
         self._ageing_s = ageing_s
         self._cached_tokens = cached_tokens
-        self._line = Line()
-        self._parked: dict[str, Line] = {}  # by tenant
+        self._waiting = RankedRequests()
+        self._parked: dict[str, RankedRequests] = {}  # by tenant
         self._to_unpark: list[str] = []  # tenants, each time for one request
 
     def candidates(self, now: float) -> Generator[Request, None, None]:
         for tenant in self._to_unpark:
             parked = self._parked.get(tenant)
             if parked is not None:
-                self._line.push(parked.pop())
+                self._waiting.push(parked.pop())
                 if not parked:
                     del self._parked[tenant]
         self._to_unpark.clear()
         for request in self._in_order(now):
             if self._may_run(request):
                 yield request
-                if request in self._line:  # passed over: the next of this tenant may have more luck
+                if request in self._waiting:  # passed over: the next of this tenant may have more luck
                     self._unpark_later(request)
             else:
-                self._line.remove(request)
-                self._parked.setdefault(request.scheduling.tenant, Line()).push(request)
+                self._waiting.remove(request)
+                self._parked.setdefault(request.scheduling.tenant, RankedRequests()).push(request)
 
     def on_left(self, request: Request) -> None:
         self._unpark_later(request)
@@ -165,14 +165,14 @@ class FCFSQueue(QueuePolicy):
             self._to_unpark.append(request.scheduling.tenant)
 
     def _in_order(self, now: float) -> Iterator[Request]:
-        return self._line.in_order()
+        return self._waiting.in_order()
 
     def _insert(self, request: Request) -> None:
-        self._line.push(request)
+        self._waiting.push(request)
 
     def _discard(self, request: Request, num_tokens: int) -> None:
-        if request in self._line:
-            self._line.remove(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
             self._unpark_later(request)
         else:
             parked = self._parked[request.scheduling.tenant]
@@ -259,7 +259,7 @@ class LongestPrefixQueue(FCFSQueue):
         self._num_lookups = 0
 
     def _in_order(self, now: float) -> Iterator[Request]:
-        requests, num_walks, lengths = self._line.in_order(), PREFIX_WALKS, self._lengths
+        requests, num_walks, lengths = self._waiting.in_order(), PREFIX_WALKS, self._lengths
         unknown = (0, 0)
         while window := list(itertools.islice(requests, PREFIX_WINDOW)):
             aged = []
@@ -290,7 +290,7 @@ class _Account:
         self.number = number
         self.counter = 0.0
         """Service of the tenant in weighted tokens per weight."""
-        self.queue = Line()
+        self.queue = RankedRequests()
         self.in_heap = False
 
 
@@ -359,7 +359,7 @@ class FairQueue(QueuePolicy):
             self._charge(request, OUTPUT_WEIGHT * num_output)
 
     def _charge(self, request: Request, service: float) -> None:
-        if request.scheduling.exempt:
+        if request.scheduling.is_internal:
             return
         tenant = request.scheduling.tenant
         account = self._waiting.get(tenant) or self._touch(tenant)

@@ -100,7 +100,7 @@ class Reservation(ABC):
     def _needed_now(self, request: Request) -> int:
         """Blocks lacking for the tokens it knows and one more, in each of its sequences."""
         num_tokens = len(request.token_ids)
-        if num_tokens < request.steady_until and request.num_sequences == 1:
+        if num_tokens < request.plain_decode_until and request.num_sequences == 1:
             return 0  # as of nearly all running requests, which are asked in every step with a queue
         return self._needed(request, num_tokens + 1)
 

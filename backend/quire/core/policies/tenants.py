@@ -139,7 +139,7 @@ class Tenants:
             self._keep_idle(tenant, account, now)
 
     def _limits_of(self, request: Request) -> TenantLimits:
-        return UNLIMITED if request.scheduling.exempt else self.limits(request.scheduling.tenant)
+        return UNLIMITED if request.scheduling.is_internal else self.limits(request.scheduling.tenant)
 
     @staticmethod
     def _refilled(account: _Account, tokens_per_minute: int, now: float) -> float:

@@ -126,12 +126,12 @@ class ChatParsing:
         elif self.reasoning:
             found = REASONING_FORMATS[self.reasoning]
             markers |= {found.open_tag, found.close_tag}
-        decoder = TokenDecoder.of(tokenizer)
+        decoder = TokenDecoder.for_tokenizer(tokenizer)
         self.decoder, self._hidden = decoder.showing(markers)
         """Decoder that shows the markers among the special tokens; these are `_hidden` in content."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
+    def from_config(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
         """Makes the parsers that a model's configuration asks for; None: there is no tokenizer."""
         if tokenizer is None:
             return None
@@ -350,9 +350,9 @@ class Answer:
         self._parser.finish()
         self._sink.finish()
 
-    def take(self) -> tuple[str, str, list[dict[str, Any]]]:
+    def pop_deltas(self) -> tuple[str, str, list[dict[str, Any]]]:
         """Content, reasoning and calls (OpenAI's deltas) since this was last asked."""
-        return self._sink.take()
+        return self._sink.pop_deltas()
 
 
 def _template(tokenizer: Any) -> str:

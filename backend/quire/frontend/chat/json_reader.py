@@ -83,7 +83,7 @@ class JsonReader:
         told = index if self._on_value is not None and self._in_value else -1
         """Where the piece of a value begins that was not told of; -1: no value is open."""
         while index < size and not (self.is_done or self.is_bad):
-            taken = self._take(text, index)
+            taken = self._take_next(text, index)
             if self.is_bad:
                 break
             if self._on_value is not None:
@@ -112,7 +112,7 @@ class JsonReader:
             self.is_bad = True
         return not self.is_bad
 
-    def _take(self, text: str, index: int) -> int:
+    def _take_next(self, text: str, index: int) -> int:
         """Takes the next character, or some; returns how many (none where it ends a number, or is bad)."""
         char, expect = text[index], self._expect
         if expect == "string":

@@ -150,7 +150,7 @@ class AnswerSink:
             self._content.append("".join(self._space))
             self._space.clear()
 
-    def take(self) -> tuple[str, str, list[dict[str, Any]]]:
+    def pop_deltas(self) -> tuple[str, str, list[dict[str, Any]]]:
         """Content, reasoning and calls since this was last asked; they are forgotten here."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [call.as_json() for call in self._calls]

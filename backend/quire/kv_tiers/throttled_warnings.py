@@ -1,4 +1,4 @@
-"""Complaints: one line in the log for a trouble that lasts, however often it is met."""
+"""ThrottledWarnings: one line in the log for a trouble that lasts, however often it is met."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUIET_S = 60.0
 """A cause that was not met for this long is news again."""
 
 
-class Complaints:
+class ThrottledWarnings:
     """Remembers what was said, by cause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,4 +25,4 @@ class Complaints:
         before = self._met.get(cause)
         self._met[cause] = now
         if before is None or now - before >= QUIET_S:
-            logger.warning("%s (the like is counted from now on)", message)
+            logger.warning("%s (further ones are only counted)", message)

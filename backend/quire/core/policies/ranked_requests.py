@@ -1,4 +1,4 @@
-"""Line: waiting requests by rank."""
+"""RankedRequests: waiting requests by rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quire.request import Request
 
 
-class Line:
+class RankedRequests:
     """Requests of different ranks, the smallest first.
 
     A sorted array: push and remove are a binary search and one move of memory, which 100 000 requests make

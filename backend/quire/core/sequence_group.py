@@ -1,4 +1,4 @@
-"""Choices: the sequences that come of one request, what they share, and how beams compete."""
+"""SequenceGroup: the sequences that come of one request, what they share, and how beams compete."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.sampling_params import SamplingParams, choice_seed
 if TYPE_CHECKING:
     from quire.core.roster import Roster
 
-Take = Callable[[Request, RowOutput], EngineCoreOutput]
+ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]
 """Appends what a row has sampled to its request, ends that where it is due, and says so."""
 Complete = Callable[[Request, FinishReason], None]
 """Ends a request that has all its tokens."""
 
 
-class Choices:
+class SequenceGroup:
     """The sequences of a request with `n` > 1.
 
     Until its prompt is computed there is one sequence; then every choice becomes a request of its own, which
@@ -55,19 +55,25 @@ class Choices:
         """Whether there is nothing to compute for it before something is known of the others."""
         return False
 
-    def take(
-        self, request: Request, result: RowOutput, roster: Roster, take: Take, complete: Complete
+    def apply_result(
+        self,
+        request: Request,
+        result: RowOutput,
+        roster: Roster,
+        apply_result: ApplyResult,
+        complete: Complete,
     ) -> list[EngineCoreOutput]:
         """Takes in the result of a row that has sampled; returns the outputs for the caller.
 
         Args:
-            take, complete: the scheduler's methods, given each time so that no cycle keeps an engine alive.
+            apply_result, complete: the scheduler's methods, given each time so that no cycle keeps an
+                engine alive.
         """
-        others = [] if self.has_forked else self._fork(request, result.choices, roster, take)
-        return [take(request, result), *others]
+        others = [] if self.has_forked else self._fork(request, result.choices, roster, apply_result)
+        return [apply_result(request, result), *others]
 
     def _fork(
-        self, parent: Request, drawn: list[RowOutput], roster: Roster, take: Take
+        self, parent: Request, drawn: list[RowOutput], roster: Roster, apply_result: ApplyResult
     ) -> list[EngineCoreOutput]:
         """Makes each choice but the first, which the parent becomes, a request that has the prompt alone."""
         self.has_forked = True
@@ -77,7 +83,7 @@ class Choices:
             child = self._choice(parent, index, [])
             # Not by what the parent has computed: its next row may be in flight.
             roster.fork(parent, child, parent.num_prompt_tokens)
-            outputs.append(take(child, first))
+            outputs.append(apply_result(child, first))
         return outputs
 
     def resume(self, parent: Request, outputs: dict[int, list[int]], roster: Roster) -> None:
@@ -118,7 +124,7 @@ class Choices:
         child.num_sequences = 1
         child.rank = (*parent.rank[:2], index)
         child.block_hashes = list(parent.block_hashes)
-        child.index, child.choices, child.admitted_at = index, self, parent.admitted_at
+        child.index, child.group, child.admitted_at = index, self, parent.admitted_at
         child.num_cached_tokens = parent.num_prompt_tokens
         child.prompt_logprobs = None
         self.live[index] = child
@@ -142,7 +148,7 @@ class _Candidate(NamedTuple):
     logprob: float
 
 
-class BeamSearch(Choices):
+class BeamSearch(SequenceGroup):
     """Beam search as `transformers` 5 does it (`GenerationMixin._beam_search`), for one request.
 
     Each beam is a request of its own. When its row samples, it reports its best candidates and pauses. When
@@ -181,8 +187,13 @@ class BeamSearch(Choices):
     def is_paused(self, request: Request) -> bool:
         return request.index in self._reports
 
-    def take(
-        self, request: Request, result: RowOutput, roster: Roster, take: Take, complete: Complete
+    def apply_result(
+        self,
+        request: Request,
+        result: RowOutput,
+        roster: Roster,
+        apply_result: ApplyResult,
+        complete: Complete,
     ) -> list[EngineCoreOutput]:
         """Takes the candidates of a beam, best first behind one that stands for the sampled token.
 
@@ -298,7 +309,7 @@ class BeamSearch(Choices):
             beam = self.live[index]
             beam.token_ids.append(candidate.token_id)
             if beam.status is RequestStatus.RUNNING:
-                beam.num_given_tokens = 1
+                beam.num_forced_tokens = 1
         self._reports.clear()
 
     def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:
@@ -313,12 +324,12 @@ class BeamSearch(Choices):
         return [*self._logprobs[candidate.beam], entry]
 
 
-def make_choices(request: Request, max_model_len: int) -> Choices | None:
-    """Makes the choices of a request with several sequences; None: it has one."""
+def make_sequence_group(request: Request, max_model_len: int) -> SequenceGroup | None:
+    """Makes the group of a request with several sequences; None: it has one."""
     params = request.sampling_params
     if params.num_sequences == 1:
         return None
     if params.beam_width > 1:
         return BeamSearch(request, max_model_len)
-    assert not params.is_ranked, "the frontend ranks choices (`ranked_here`)"
-    return Choices(request)
+    assert not params.is_ranked, "the frontend ranks choices (`split_ranking`)"
+    return SequenceGroup(request)
