@@ -26,7 +26,7 @@ help:
 	@echo "make serve      install into $(VENV) where needed, then serve model_repository/ on 127.0.0.1"
 	@echo "           other ports: make serve ARGS=\"--http-port 8080 --openai-port 0\" (quire serve --help names all)"
 	@echo "make test       all tests but the long ones     make test-slow  the long ones"
-	@echo "make lint       ruff and mypy                   make format     let ruff rewrite"
+	@echo "make lint       ruff, mypy, docstrings         make format     let ruff rewrite"
 	@echo "make bench-peers  the same work for Quire and other engines, installed on first use (hours)"
 	@echo "make bench      measure the served demo         make rows       rows of the features table that have tests"
 	@echo "make constraints  take new versions of all requirements"
@@ -64,6 +64,7 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) .ci/check_docstrings.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
