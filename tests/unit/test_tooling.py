@@ -333,11 +333,17 @@ def test_core_imports_neither_torch_nor_zeromq_and_packages_keep_their_places() 
 def test_docstrings_name_their_noun_and_functions_what_they_do(tmp_path: Path) -> None:
     command = [sys.executable, ".ci/check_docstrings.py"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout == ""
-    lines = (
-        '"""A module."""', "X = 1", '"""Of it."""', "class Y:", '    """What it is."""', "    x: int",
-        '    """By id."""', "    def take(self) -> int:", '        """Officially fine."""', "        return 1",
-    )  # fmt: skip
-    (tmp_path / "planted.py").write_text("\n".join(lines), "utf-8")
+    text = '''"""A module."""
+X = 1
+"""Of it."""
+class Y:
+    """What it is."""
+    x: int
+    """By id."""
+    def take(self) -> int:
+        """Officially fine."""
+'''
+    (tmp_path / "planted.py").write_text(text, "utf-8")
     found = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 1
     assert [line.split(":")[1] for line in found.stdout.splitlines()] == ["3", "5", "7", "8"]
