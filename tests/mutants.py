@@ -139,8 +139,8 @@ _POOL = (
     Mutant(
         "a shared block keeps its deadline",
         "backend/quire/core/block_pool.py",
-        "self._uses[block_id] += 1\n                self._deadlines.pop(block_id, None)",
-        "self._uses[block_id] += 1",
+        "self.num_cached -= 1\n                self._deadlines.pop(block_id, None)",
+        "self.num_cached -= 1",
         ("tests/unit/test_block_pool.py::test_a_block_that_is_used_again_does_not_end_at_its_old_time",),
     ),
     Mutant(

@@ -130,8 +130,6 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """auto: the computation's type, which is all that latent attention can have; int8, fp8 (e4m3): with one
     scale per token and head."""
-    eviction_policy: Literal["lru", "lfu"] = "lru"
-    """Order of eviction among cached blocks of equal retention priority."""
     cache_ttl_s: _Seconds = 0.0
     """Seconds after which unused cached blocks are forgotten; 0: never."""
     max_pinned_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5

@@ -222,17 +222,3 @@ def test_no_leak_and_no_double_free_in_1e5_random_operations() -> None:
         naive.free(block_ids)
     pool.check_integrity()
     assert pool.num_free == 23
-
-
-def test_lfu_tells_a_hundred_uses_from_sixty() -> None:
-    """Steps are powers of two up to 128; within one the least recently used goes first."""
-    pool = BlockPool(4, policy="lfu")
-    for name, num_uses in ((b"often", 130), (b"sixty", 70), (b"twice", 2), (b"once", 1)):
-        (block,) = pool.allocate(1) or ()
-        pool.keep(block, name)
-        for _ in range(num_uses - 1):
-            pool.free([block])
-            pool.incref(block)
-        pool.free([block])
-    pool.check_integrity()
-    assert pool.free_list() == [3, 2, 1, 0], "not the order of their release"

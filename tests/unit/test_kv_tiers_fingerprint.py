@@ -95,7 +95,6 @@ VALUES: dict[str, list[Any]] = {
     "device": ["cpu"],
     "disk_cache_size": ["256MiB"],
     "dtype": ["bfloat16", "float32"],
-    "eviction_policy": ["lfu"],
     "host_cache_memory": ["1MiB"],
     "kv_cache_dtype": ["int8", "fp8"],
     "kv_cache_memory": ["4MiB"],

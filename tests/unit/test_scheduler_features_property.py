@@ -294,11 +294,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
     "shortest first, predicted": {"queue_policy": "shortest_first", "kv_reservation": "predicted"},
     "no evict": {"kv_reservation": "no_evict", "lookahead": True},
-    "prefill first, lfu": {
-        "batch_policy": "prefill_first",
-        "lookahead": True,
-        "cache": {"eviction_policy": "lfu"},
-    },
+    "prefill first": {"batch_policy": "prefill_first", "lookahead": True},
     "decode first": {"batch_policy": "decode_first", "waiting_running_ratio": 1.2, "lookahead": True},
     "static": {"scheduler": "static", "lookahead": True},
     "lookahead, predicted, chunks": {

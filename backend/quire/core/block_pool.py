@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterable
 
 from quire.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
 
-_LFU_STEPS = 8
-"""Frequencies that `lfu` tells apart: 1, 2-3, 4-7, ... uses."""
-
 
 class BlockPool:
     """Keeps which of the `num_blocks` blocks are in use, and in which order the others are handed out.
 
     A block whose tokens are all computed may carry the hash of its content, under which others find it.
     Blocks without references lie in doubly linked lists: those without content in the first, the others by
-    retention priority (and, with `lfu`, by how often they were used), each least recently freed first. The
+    retention priority, each least recently freed first. The
     links lie in two flat lists indexed by block id, with a sentinel per list behind them, so that a block
     leaves the middle of a list in O(1): that is what a hit on an unreferenced cached block needs. The bits of
     an integer tell which lists have blocks.
@@ -26,13 +23,10 @@ class BlockPool:
     `num_free + num_cached + num_in_use == num_blocks` always.
 
     Args:
-        policy: "lru" or "lfu", among blocks of the same retention priority.
         on_evict: called with the hash of each block whose content is forgotten.
     """
 
-    def __init__(
-        self, num_blocks: int, *, policy: str = "lru", on_evict: Callable[[bytes], None] | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, *, on_evict: Callable[[bytes], None] | None = None) -> None:
         assert num_blocks >= 1, num_blocks
         self.num_blocks = num_blocks
         self.on_evict = on_evict
@@ -40,13 +34,11 @@ class BlockPool:
         """Blocks with at least one reference."""
         self.num_cached = 0
         """Blocks without references whose content may still be reused."""
-        self._lfu = policy == "lfu"
-        num_lists = 1 + (MAX_RETENTION + 1) * (_LFU_STEPS if self._lfu else 1)
+        num_lists = 1 + MAX_RETENTION + 1
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._lists = [0] * num_blocks  # the list an unreferenced block lies in
         self._retentions = [0] * num_blocks
-        self._uses = [0] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._ttls: dict[int, float] = {}
         self._deadlines: dict[int, float] = {}
@@ -106,7 +98,6 @@ class BlockPool:
             self.num_in_use += 1
             if self._hashes[block_id] is not None:
                 self.num_cached -= 1
-                self._uses[block_id] += 1
                 self._deadlines.pop(block_id, None)
         self._ref_counts[block_id] += 1
 
@@ -126,7 +117,7 @@ class BlockPool:
                     self._append(0, block_id)
                     continue
                 self.num_cached += 1
-                self._append(self._list_of(block_id), block_id)
+                self._append(1 + self._retentions[block_id], block_id)
                 if block_id in self._ttls:
                     deadline = now + self._ttls[block_id]
                     self._deadlines[block_id] = deadline
@@ -168,7 +159,6 @@ class BlockPool:
         self._hashes[block_id] = content_hash
         self._by_hash[content_hash] = block_id
         self._retentions[block_id] = retention
-        self._uses[block_id] = 1
         if ttl_s is not None:
             self._ttls[block_id] = ttl_s
         return True
@@ -208,13 +198,6 @@ class BlockPool:
         if len(self._expiries) > 4 * self.num_blocks:
             self._expiries = [(deadline, block_id) for block_id, deadline in self._deadlines.items()]
             heapq.heapify(self._expiries)
-
-    def _list_of(self, block_id: int) -> int:
-        retention = self._retentions[block_id]
-        if not self._lfu:
-            return 1 + retention
-        step = min(self._uses[block_id].bit_length() - 1, _LFU_STEPS - 1)
-        return 1 + retention * _LFU_STEPS + step
 
     def _append(self, number: int, block_id: int) -> None:
         sentinel = self.num_blocks + number

@@ -44,7 +44,7 @@ class KVCacheManager:
     Args:
         groups: layers that need the same past; see `quire.models.kv_groups`.
         enable_prefix_caching: whether blocks can be found by their content.
-        eviction_policy, cache_ttl_s, max_pinned_fraction: as in CacheConfig.
+        cache_ttl_s, max_pinned_fraction: as in CacheConfig.
         max_step_tokens: most tokens of one request in a step; bounds what a group with a window needs.
         events: is told of cached blocks of group 0.
     """
@@ -56,7 +56,6 @@ class KVCacheManager:
         *,
         groups: Sequence[KVGroup] = (KVGroup(None, (0,)),),
         enable_prefix_caching: bool = False,
-        eviction_policy: str = "lru",
         cache_ttl_s: float = 0.0,
         max_pinned_fraction: float = 0.5,
         max_step_tokens: int = 512,
@@ -77,7 +76,6 @@ class KVCacheManager:
         self.events = events
         self.pool = BlockPool(
             num_blocks,
-            policy=eviction_policy,
             on_evict=None if events is None else self._evicted,
         )
         self.no_blocks: list[list[int]] = [[] for _ in self.groups]

@@ -107,7 +107,6 @@ class EngineCore:
             cache.block_size,
             groups=info.kv_groups,
             enable_prefix_caching=cache.enable_prefix_caching,
-            eviction_policy=cache.eviction_policy,
             cache_ttl_s=cache.cache_ttl_s,
             max_pinned_fraction=cache.max_pinned_fraction,
             max_step_tokens=min(limits.max_row_tokens, info.max_model_len),

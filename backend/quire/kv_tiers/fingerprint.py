@@ -23,7 +23,7 @@ HARMLESS_KEYS = frozenset({
     "logits_processors", "num_threads", "seed", "tokenizer",
     # Where blocks lie and for how long.
     "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
-    "enable_prefix_caching", "eviction_policy", "gpu_memory_utilization", "host_cache_memory",
+    "enable_prefix_caching", "gpu_memory_utilization", "host_cache_memory",
     "kv_cache_memory",
     "kv_connector", "kv_connector_options", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks",

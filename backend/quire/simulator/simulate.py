@@ -231,7 +231,6 @@ def make_kv(
         config.block_size,
         groups=groups,
         enable_prefix_caching=config.enable_prefix_caching,
-        eviction_policy=config.eviction_policy,
         cache_ttl_s=config.cache_ttl_s,
         max_pinned_fraction=config.max_pinned_fraction,
         max_step_tokens=max_step_tokens,
