@@ -29,9 +29,10 @@ from quire.triton.config_completion import read_engine_config  # noqa: E402
 from quire.triton.generation import Generation  # noqa: E402
 from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_log import request_fields  # noqa: E402
-from quire.triton.request_parser import ParsedRequest, RequestParser  # noqa: E402
+from quire.triton.request_parser import RequestParser  # noqa: E402
 from quire.triton.request_traces import attributes_of  # noqa: E402
 from quire.triton.result_cache import ResultCache, add_request  # noqa: E402
 from tests.fixtures.fake_pb_utils import InferenceRequest  # noqa: E402

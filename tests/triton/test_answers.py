@@ -16,8 +16,8 @@ fake_pb_utils.install()
 
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle, _logprobs, _vllm_logprobs  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.result_cache import nothing_said  # noqa: E402
 from quire_ensemble.generator_schema import OUTPUTS, outputs_of  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402

@@ -21,8 +21,9 @@ from quire.errors import InvalidArgumentError, QuireError, UnavailableError  # n
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.frontend import TritonPythonModel  # noqa: E402
 from quire.triton.intake import LONG_BYTES, SHORT_THREADS, Intake  # noqa: E402
+from quire.triton.raw_request import RawRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import RawRequest, RequestParser  # noqa: E402
+from quire.triton.request_parser import RequestParser  # noqa: E402
 
 WAIT_S = 120.0
 MAX_BYTES = 10 * LONG_BYTES

@@ -23,9 +23,10 @@ from quire.frontend.output_processor import OutputProcessor  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.intake import Intake  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
+from quire.triton.raw_request import RawRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_log import RequestLog  # noqa: E402
-from quire.triton.request_parser import ParsedRequest, RawRequest  # noqa: E402
 from quire_ensemble.logs import JsonFormatter, PlainFormatter  # noqa: E402
 from tests.fixtures.fake_runner import FakeRunner  # noqa: E402
 from tests.fixtures.frontend import Ended, Frontend  # noqa: E402

@@ -19,9 +19,9 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.triton.observers import RequestEnded  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_log import request_fields  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.request_traces import attributes_of  # noqa: E402
 from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402

@@ -26,8 +26,8 @@ from quire.triton.pacing import (  # noqa: E402
     SEND_SHARE,
     Pace,
 )
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402

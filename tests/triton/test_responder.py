@@ -23,8 +23,8 @@ from quire.config import EngineConfig  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone  # noqa: E402
 from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402

@@ -24,8 +24,8 @@ from quire.engine.runtime_directory import EngineState, RuntimeDirectory  # noqa
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402
 

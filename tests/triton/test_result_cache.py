@@ -36,8 +36,8 @@ from quire.sampling_params import SamplingParams, StructuredOutput, Thinking  # 
 from quire.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import result_cache  # noqa: E402
 from quire.triton.metrics import RequestMetrics  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.result_cache import ChoiceResult, ResultCache, Results  # noqa: E402
 from quire_ensemble.generator_schema import OUTPUTS  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402

@@ -24,8 +24,8 @@ from quire.engine.cache_commands import Reset  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import responder  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire_ensemble.shared_memory import SMALL_BYTES  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_choices import OUTPUTS, WAIT_S, Harness  # noqa: E402

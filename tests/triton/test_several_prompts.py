@@ -18,8 +18,9 @@ fake_pb_utils.install()
 
 from quire.errors import InvalidArgumentError  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import MAX_PROMPTS, ParsedRequest  # noqa: E402
+from quire.triton.request_parser import MAX_PROMPTS  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.fake_runner import generate_alone  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402

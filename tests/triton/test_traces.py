@@ -26,8 +26,8 @@ from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.request_traces import RequestTraces  # noqa: E402
 from quire_client._connection import CALLER_TRACE, trace_metadata  # noqa: E402
 from tests.fixtures.fake_runner import FakeRunner  # noqa: E402

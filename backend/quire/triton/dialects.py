@@ -19,7 +19,7 @@ from quire.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire_ensemble.errors import shown
 
 if TYPE_CHECKING:
-    from quire.triton.request_parser import RawRequest
+    from quire.triton.raw_request import RawRequest
 
 RENAMED: dict[str, str] = {
     "request_output_len": "max_tokens",

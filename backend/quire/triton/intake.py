@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import QuireError, UnavailableError
 
 if TYPE_CHECKING:
+    from quire.triton.parsed_request import ParsedRequest
+    from quire.triton.raw_request import RawRequest
     from quire.triton.request_handle import RequestHandle
-    from quire.triton.request_parser import ParsedRequest, RawRequest, RequestParser
+    from quire.triton.request_parser import RequestParser
     from quire.triton.responder import Responder
     from quire.triton.result_cache import ResultCache
 

@@ -1,28 +1,18 @@
-"""Turns a Triton request into a validated one.
-
-Two halves, because they run on two threads: `RequestParser.read` copies what the request holds while Triton
-still owns it (on the stub's main thread, which must not be held up: whatever is too large is refused there,
-before it is copied), `RequestParser.parse` checks and tokenizes.
-"""
+"""RequestParser: checks what a request holds, and tokenizes its prompts; on threads of the intake."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
 
-from quire import converters
 from quire.adapters import AdapterStatus
 from quire.config import AdapterConfig, FrontendConfig
-from quire.converters import boolean, converter, integer, one_of
+from quire.converters import boolean, converter, one_of
 from quire.engine.cache_commands import (
     Adapters,
-    CacheCommand,
     Health,
     LoadAdapter,
     Requests,
@@ -31,32 +21,35 @@ from quire.engine.cache_commands import (
     Wake,
     parse_cache_command,
 )
-from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
-from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
-from quire.frontend.chat.formats import Answer, ChatParsing, prepare_answer
+from quire.frontend.chat.formats import ChatParsing, prepare_answer
 from quire.frontend.grammar_checker import GrammarChecker
 from quire.frontend.output_processor import split_ranking
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     SamplingParams,
     parse_sampling_params,
 )
-from quire.scheduling_params import MAX_NAME_LENGTH, SchedulingParams
 from quire.structured_output import StructuredOutput
 from quire.triton.dialects import Translation, rows, translate
-from quire.triton.result_cache import Recording, Results, nothing_said
+from quire.triton.parsed_request import CHAT_OUTPUTS, ParsedRequest
+from quire.triton.raw_request import NAME, RawRequest, RequestReader
+from quire.triton.request_fields import (
+    check_tenant,
+    json_parameters,
+    pop_named,
+    request_parameters,
+    typed_tensors,
+    wants_no_token,
+    with_lists_of_strings,
+)
+from quire.triton.result_cache import nothing_said
 from quire.triton.scheduling_fields import (
     ALIASES,
-    HEADERS,
     SCHEDULING_FIELDS,
-    TRACE_HEADERS,
     parse_scheduling_params,
 )
 from quire.validation import (
@@ -66,22 +59,18 @@ from quire.validation import (
     check_prompt_logprobs,
     check_token_parameters,
 )
-from quire_ensemble import client_json
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format
 from quire_ensemble.errors import InputError, in_line, shown
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
-    INPUTS,
     MAX_PROMPTS,
     PROMPT_INPUTS,
     SAMPLING_INPUTS,
     SCHEDULING_INPUTS,
-    TENSORRT_LLM_INPUTS,
     outputs_of,
 )
 
-_SPECS = {spec.name: spec for spec in (*TENSORRT_LLM_INPUTS, *INPUTS)}
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
 _SCHEDULING_NAMES = frozenset(spec.name for spec in SCHEDULING_INPUTS)
 _INTERVALS = {
@@ -93,16 +82,11 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
     spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS
 }
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
-_NAME = converters.name(MAX_NAME_LENGTH)
-_CONTROL["lora_name"] = _NAME
+_CONTROL["lora_name"] = NAME
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
 """Known when a choice has ended; what asks for one of them gets it with the last response."""
-CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
-"""Outputs that an answer to chat messages has besides its text."""
 _LOGPROB_OUTPUTS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
-
-_SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 VLLM_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
 """Sampling defaults of vllm_backend, which does not ask the checkpoint for its own."""
@@ -114,129 +98,6 @@ VLLM_NO_ADAPTERS = "LoRA feature is not enabled."
 """Error message of vllm_backend for a request that names an adapter where there are none."""
 MAX_SEQUENCES = 1024
 """Choices of all of a request's prompts together."""
-
-MAX_WORD_TOKENS = 4096
-"""Token ids of all words of a list."""
-MAX_BIASED_WORDS = 1024
-
-_MOST_ENTRIES = {
-    "text_input": MAX_PROMPTS,
-    "stop": MAX_STOP_STRINGS,
-    "stop_words": MAX_STOP_STRINGS,
-    "sampling_param_stop": MAX_STOP_STRINGS,
-    "stop_words_list": 2 * MAX_WORD_TOKENS,
-    "bad_words_list": 2 * MAX_WORD_TOKENS,
-    "embedding_bias_words": MAX_BIASED_WORDS,
-    "embedding_bias_weights": MAX_BIASED_WORDS,
-    "bad_words": MAX_BAD_WORDS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-}
-_EMBEDS = ("image_embeds", "prompt_embeds")
-_PER_TOKEN = {"image_spans": 2, "position_ids": 3}
-"""Elements for each token of the longest prompt; `image_embeds` has a row."""
-
-# Triton's own request parameters. Of HTTP generate they reach a model as they are, from elsewhere by the
-# request's methods. `id` is what HTTP generate calls the request id.
-_RESERVED = frozenset(
-    {
-        "id",
-        "priority",
-        "timeout",
-        "sequence_id",
-        "sequence_start",
-        "sequence_end",
-        "headers",
-        "binary_data_output",
-    }
-)
-
-
-@dataclass(slots=True)
-class RawRequest:
-    """A copy of what a Triton request holds; nothing is checked yet."""
-
-    tensors: dict[str, list[Any]]
-    """Input name to its elements, flat; BYTES elements are `bytes`."""
-    shapes: dict[str, tuple[int, ...]]
-    parameters: str
-    external_id: str
-    requested_outputs: frozenset[str]
-    arrived_at: float = 0.0
-    """CLOCK_MONOTONIC seconds; deadlines count from here."""
-    timeout_us: int = 0
-    """Triton's own timeout; 0: none."""
-    correlation_id: str = ""
-    sequence_end: bool = False
-    embeds: SharedBuffer | DeviceBuffer | None = None
-    """`image_embeds` or `prompt_embeds`, where the request has rows of it."""
-    num_bytes: int = 0
-    """Bytes of its texts."""
-
-
-@dataclass(slots=True)
-class ParsedRequest:
-    """A request the engine may be given."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    external_id: str
-    outputs: frozenset[str]
-    """Outputs of every response."""
-    final_outputs: frozenset[str]
-    """Outputs of the last response."""
-    stream: bool = False
-    stream_interval: int = 0
-    """Tokens in which a response is due; 0: not by their number."""
-    stream_interval_ms: int = 0
-    """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
-    load decides (`triton/pacing.py`)."""
-    cancel: bool = False
-    """Ends the running request with the same external id, and generates nothing."""
-    cache_control: CacheCommand | None = None
-    """A command for `EngineCore.control`, instead of a generation."""
-    stops: StopAutomaton | None = None
-    """Automaton of `params.stop`; made here, as it takes milliseconds that no other should wait for."""
-    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
-    arrived_at: float = 0.0
-    """CLOCK_MONOTONIC seconds."""
-    form: str = "quire"
-    """How tensors are written: "batched" with TensorRT-LLM's ranks, else as the dialect has them."""
-    hides_logprobs: bool = False
-    """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
-    cumulative: bool = False
-    """Whether every response repeats what those before it said."""
-    is_chat: bool = False
-    """Whether the prompt was chat messages."""
-    num_best: int = 0
-    """Choices to tell, as of `split_ranking`."""
-    new_answer: Callable[[], Answer] | None = None
-    """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
-    skips_empty: bool = False
-    """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
-    others: list[ParsedRequest] = field(default_factory=list)
-    """The same for prompts 1, 2, ... of a request with several."""
-    echo: str = ""
-    """Prompt text that precedes the output (exclude_input_in_output=false)."""
-    is_prompt_alone: bool = False
-    """Whether no token is wanted (max_tokens 0): the one that the engine adds is not told."""
-    embeds: EmbedsMessage | None = None
-    """Points into memory that lives as long as `buffer` is open."""
-    buffer: SharedBuffer | DeviceBuffer | None = None
-    adapter: str = ""
-    """Name of the LoRA adapter; empty: none."""
-    adapter_digest: str = ""
-    """Digest of the adapter's content, hexadecimal; empty: not known here, or no adapter."""
-    results: Results | None = None
-    """Results to replay instead of asking the engine, for all prompts together; None: the engine is asked."""
-    recording: Recording | None = None
-    """Recording of the engine's outputs for the result cache; None: they are not kept."""
-
-    def of_item(self, item: int) -> ParsedRequest:
-        return self.others[item - 1] if item else self
-
-
-UNPARSED = ParsedRequest([], SamplingParams(), "", frozenset(), frozenset())
-"""Stands for a request that is refused before it is parsed."""
 
 
 class RequestParser:
@@ -278,79 +139,11 @@ class RequestParser:
         self.info = info
         self.config = config
         self.decoupled = decoupled
+        self._reader = RequestReader(info, config, batched=batched)
 
     def read(self, request: Any) -> RawRequest:
-        """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
-
-        Raises:
-            InvalidArgumentError: the id or another text is not UTF-8, or the id or a tensor is larger than
-                any that could be right.
-            UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
-        """
-        info = self.info()
-        raw = RawRequest(
-            tensors={},
-            shapes={},
-            # First, as HTTP generate repeats it as a parameter.
-            external_id=_NAME("id", _utf8("id", request.request_id)),
-            parameters=_utf8("parameters", request.parameters),
-            requested_outputs=frozenset(_utf8("outputs", request.requested_output_names)),
-            arrived_at=time.monotonic(),
-            timeout_us=request.timeout(),
-            correlation_id=str(_utf8("sequence_id", request.correlation_id) or ""),
-            sequence_end=bool(request.flags() & _SEQUENCE_END),
-        )
-        _check_size("parameters", len(raw.parameters), client_json.MAX_BYTES)
-        for tensor in request.inputs():
-            name = tensor.name()
-            if name in _EMBEDS and raw.embeds is not None:
-                raise InvalidArgumentError("prompt_embeds", "must not be given with image_embeds")
-            if name == "prompt_embeds":
-                raw.tensors[name] = []  # that the prompt comes by it; the rows are in `embeds`
-            if name in _EMBEDS and not tensor.is_cpu():
-                raw.embeds = DeviceBuffer(tensor.to_dlpack(), self.config.max_embeds_bytes)
-                continue
-            array = tensor.as_numpy()
-            self._check_elements(name, array, info)
-            if name in _EMBEDS:
-                raw.shapes[name] = array.shape
-                if array.size:
-                    rows_of_all = array.reshape(-1, array.shape[-1])
-                    raw.embeds = SharedBuffer(rows_of_all, self.config.max_embeds_bytes)
-                continue
-            values = array.reshape(-1).tolist()
-            if array.dtype == np.object_:
-                raw.num_bytes += self._check_text(name, values)
-            raw.tensors[name], raw.shapes[name] = values, array.shape
-        return raw
-
-    def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
-        """Refuses by its number of elements what is no good whatever the elements are."""
-        rows = max(1, array.shape[0]) if self.batched and array.ndim else 1
-        if rows > MAX_PROMPTS:
-            raise InvalidArgumentError(name, f"a batch of at most {MAX_PROMPTS} is allowed, got {rows}")
-        if _SPECS[name].dims == (1,) or array.dtype == np.bool_:
-            if array.size != rows:
-                raise InvalidArgumentError(name, f"must hold exactly one element, got shape {array.shape}")
-        elif name == "input_ids":
-            check_prompt_length(array.size // rows, info.max_model_len)
-        else:
-            most = _MOST_ENTRIES.get(name)
-            if name == "embedding_bias":
-                most = info.vocab_size
-            if most is None:
-                most = info.max_model_len * _PER_TOKEN.get(name, info.embeds_size)
-            if array.size > most * rows:
-                raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
-            if name == "text_input" and not array.size:
-                raise InvalidArgumentError(name, "must hold at least one text")
-
-    def _check_text(self, name: str, values: list[bytes]) -> int:
-        """The bytes of a STRING tensor; refuses those that no request needs."""
-        num_bytes = sum(map(len, values))
-        most = self.config.max_prompt_bytes if name in _PROMPT_NAMES else client_json.MAX_BYTES
-        _check_size(name, num_bytes, most)
-        return num_bytes
+        """Copies a `pb_utils.InferenceRequest`; errors as of `RequestReader.read`."""
+        return self._reader.read(request)
 
     def parse(self, raw: RawRequest) -> ParsedRequest:
         """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
@@ -380,16 +173,16 @@ class RequestParser:
 
     def _parse_translated(self, translation: Translation) -> ParsedRequest:
         raw = translation.raw
-        parameters, headers = _parameters(raw)
+        parameters, headers = request_parameters(raw)
         parameters = translation.values(parameters)
         cancel = translation.cancel
         if isinstance(parameters.get("stop"), bool):
             cancel = parameters.pop("stop") or cancel
-        from_json = translation.values(_json_parameters(raw))
+        from_json = translation.values(json_parameters(raw))
         control = {
             name: _CONTROL[name](name, value)
-            for source in (parameters, from_json, _typed(raw, _CONTROL.keys()))
-            for name, value in _pop_named(source, _CONTROL).items()
+            for source in (parameters, from_json, typed_tensors(raw, _CONTROL.keys()))
+            for name, value in pop_named(source, _CONTROL).items()
             if value is not None
         }
         stream = _streams(control)
@@ -398,12 +191,12 @@ class RequestParser:
                 "stream", "this model is not decoupled and answers once; use its decoupled variant"
             )
         stated = (
-            _typed(raw, _SCHEDULING_NAMES),
-            _pop_named(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
-            _pop_named(parameters, SCHEDULING_FIELDS),
+            typed_tensors(raw, _SCHEDULING_NAMES),
+            pop_named(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
+            pop_named(parameters, SCHEDULING_FIELDS),
         )
         if self.config.tenant_from_header_only:
-            _check_tenant(stated, headers)
+            check_tenant(stated, headers)
         scheduling = parse_scheduling_params(
             *stated,
             *headers,
@@ -436,12 +229,12 @@ class RequestParser:
             control_request.cache_control = command
             return control_request
 
-        typed = _typed(raw, _SAMPLING_NAMES)
+        typed = typed_tensors(raw, _SAMPLING_NAMES)
         for name, value in translation.sampling.items():
             typed[name] = [*value, *typed.get(name, [])] if isinstance(value, list) else value
         if self.batched and "beam_width" in typed:
             typed.setdefault("n", typed["beam_width"])  # TensorRT-LLM returns every beam
-        is_prompt_alone = self._form == "quire" and _wants_no_token(typed, from_json, parameters)
+        is_prompt_alone = self._form == "quire" and wants_no_token(typed, from_json, parameters)
         params = self._sampling(typed, from_json, parameters)
         if translation.bad_words_ids:
             ids = params.bad_words_ids + translation.bad_words_ids
@@ -585,7 +378,7 @@ class RequestParser:
     def _sampling(
         self, typed: Mapping[str, Any], from_json: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> SamplingParams:
-        stated = (typed, from_json, _with_lists_of_strings(parameters))
+        stated = (typed, from_json, with_lists_of_strings(parameters))
         params = parse_sampling_params(*stated, defaults=self.defaults)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             field = "stop" if params.stop else "bad_words"
@@ -662,53 +455,6 @@ class RequestParser:
         return token_ids, value.decode("utf-8")
 
 
-def _parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request parameters that are ours, and what forwarded headers state, the one that counts first.
-
-    Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
-    lower case. Whatever else an operator's pattern lets through is not ours: no field of ours has a hyphen.
-    What HTTP generate has for Triton itself (timeout, sequence_id) is moved to where the others have it.
-    """
-    try:
-        pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
-    except ValueError as error:
-        raise InvalidArgumentError("parameters", f"cannot be read: {error}") from None
-    values = dict(pairs)
-    if not raw.timeout_us and "timeout" in values:
-        raw.timeout_us = integer(0, 2**63 - 1)("timeout", values["timeout"])
-    if not raw.correlation_id and values.get("sequence_id"):
-        raw.correlation_id = str(values["sequence_id"])
-        raw.sequence_end = boolean("sequence_end", values.get("sequence_end", False))
-    headers = [
-        {name: value} for header, name in HEADERS.items() for key, value in pairs if key.lower() == header
-    ]
-    parameters = {
-        key: value
-        for key, value in values.items()
-        if not (_is_header(key) or key in _RESERVED or key.startswith("triton_"))
-        and key.lower() not in TRACE_HEADERS
-    }
-    return parameters, headers
-
-
-def _check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[str, Any]]) -> None:
-    """Refuses a tenant that does not come from a header.
-
-    A client's request parameter may have a header's name, and nothing tells them apart; beside the header
-    that the gateway sets, another value shows.
-    """
-    if any(source.get("tenant") is not None for source in stated):
-        raise InvalidArgumentError("tenant", "must be given as a header here (tenant_from_header_only)")
-    found = {header["tenant"] for header in headers if "tenant" in header}
-    if len(found) > 1:
-        raise InvalidArgumentError("tenant", f"must be given once, got {len(found)} values")
-
-
-def _is_header(key: str) -> bool:
-    """A field of ours with hyphens for underscores is a mistake to be told, and no header."""
-    return "-" in key and key.replace("-", "_") not in _SPECS
-
-
 def _chat_format(raw: RawRequest) -> ChatFormat | None:
     """Parses the input `chat_format`; None: it is missing, or empty, as a model that tokenizes sends it for a
     text."""
@@ -719,72 +465,6 @@ def _chat_format(raw: RawRequest) -> ChatFormat | None:
         return parse_chat_format(value)
     except InputError as error:
         raise InvalidArgumentError(error.field, error.reason) from None
-
-
-def _json_parameters(raw: RawRequest) -> dict[str, Any]:
-    """The object in `sampling_parameters`."""
-    field = "sampling_parameters"
-    value: bytes = raw.tensors.get(field, [b""])[0]
-    if not value.strip():
-        return {}
-    try:
-        found = client_json.parse_json(field, value)
-    except InputError as error:
-        raise InvalidArgumentError(error.field, error.reason) from None
-    if not isinstance(found, dict):
-        raise InvalidArgumentError(field, "must be a JSON object")
-    return found
-
-
-def _typed(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
-    """Values of the typed tensors among `names`."""
-    typed: dict[str, Any] = {}
-    for name in names & raw.tensors.keys():
-        values = [_text(name, value) for value in raw.tensors[name]]
-        typed[name] = values if _SPECS[name].dims == (-1,) else values[0]
-    return typed
-
-
-def _wants_no_token(*sources: dict[str, Any]) -> bool:
-    """Whether `max_tokens` is 0, which becomes 1 in the sources; the first that states it counts.
-
-    The engine knows no request without a token: its first one costs nothing beside the prompt."""
-    stated = [
-        (source, name)
-        for source in sources
-        for name in ("max_tokens", "max_new_tokens")
-        if source.get(name) is not None
-    ]
-    zeros = [str(source[name]).strip() == "0" for source, name in stated]
-    for (source, name), is_zero in zip(stated, zeros, strict=True):
-        if is_zero:
-            source[name] = 1
-    return bool(zeros) and zeros[0]
-
-
-def _with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
-
-    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
-    whatever it looks like. "[INST]" and "[1]" are strings here too.
-    """
-    return {name: _spelled_list(name, value) for name, value in parameters.items()}
-
-
-def _spelled_list(name: str, value: Any) -> Any:
-    if name not in ("stop", "bad_words") or not isinstance(value, str):
-        return value
-    try:
-        found = client_json.parse_json(name, value)
-    except InputError:
-        return value
-    strings = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
-    return found if strings else value
-
-
-def _pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Moves what has one of `names` out of `values`."""
-    return {name: values.pop(name) for name in names if name in values}
 
 
 def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> EmbedsMessage | None:
@@ -910,26 +590,3 @@ def _outputs(
     if not stream:
         final.add("num_output_tokens")  # of this response, which here is all of them
     return frozenset(outputs) & all_outputs, frozenset(final) & all_outputs
-
-
-def _text(field: str, value: Any) -> Any:
-    return _utf8(field, value.decode) if isinstance(value, bytes) else value
-
-
-def _utf8(field: str, read: Callable[[], Any]) -> Any:
-    """Calls `read`, a getter of Triton's or a `bytes.decode`, and returns its result.
-
-    Triton decodes texts only in its getters, and HTTP lets any bytes through.
-
-    Raises:
-        InvalidArgumentError: the bytes are not UTF-8; names `field`.
-    """
-    try:
-        return read()
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
-
-
-def _check_size(field: str, num_bytes: int, most: int) -> None:
-    if num_bytes > most:
-        raise InvalidArgumentError(field, f"at most {most} bytes, got {num_bytes}")

@@ -45,8 +45,8 @@ from quire.triton.drain import Drain
 from quire.triton.generation import Generation
 from quire.triton.observers import RequestEnded, RequestObserver, StreamMeter
 from quire.triton.pacing import Pace
+from quire.triton.parsed_request import UNPARSED, ParsedRequest
 from quire.triton.request_handle import RequestHandle, Response
-from quire.triton.request_parser import UNPARSED, ParsedRequest
 from quire.triton.result_cache import ResultCache, add_request, replayed
 from quire_ensemble.shared_memory import END_PAUSES_S
 

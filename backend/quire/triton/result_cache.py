@@ -30,7 +30,7 @@ from quire.scheduling_params import SchedulingParams
 from quire_ensemble.tokenizer import tokenizer_json
 
 if TYPE_CHECKING:
-    from quire.triton.request_parser import ParsedRequest
+    from quire.triton.parsed_request import ParsedRequest
 
 logger = logging.getLogger("quire")
 

@@ -1,0 +1,85 @@
+"""ParsedRequest: a request that was checked, as the responder and the engine need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.engine.cache_commands import CacheCommand
+from quire.engine.device_array import DeviceBuffer
+from quire.engine.messages import EmbedsMessage
+from quire.engine.shared_array import SharedBuffer
+from quire.frontend.chat.formats import Answer
+from quire.frontend.stop_matcher import StopAutomaton
+from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
+from quire.triton.result_cache import Recording, Results
+
+CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
+"""Outputs that an answer to chat messages has besides its text."""
+
+
+@dataclass(slots=True)
+class ParsedRequest:
+    """A request the engine may be given."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    external_id: str
+    outputs: frozenset[str]
+    """Outputs of every response."""
+    final_outputs: frozenset[str]
+    """Outputs of the last response."""
+    stream: bool = False
+    stream_interval: int = 0
+    """Tokens in which a response is due; 0: not by their number."""
+    stream_interval_ms: int = 0
+    """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
+    load decides (`triton/pacing.py`)."""
+    cancel: bool = False
+    """Ends the running request with the same external id, and generates nothing."""
+    cache_control: CacheCommand | None = None
+    """A command for `EngineCore.control`, instead of a generation."""
+    stops: StopAutomaton | None = None
+    """Automaton of `params.stop`; made here, as it takes milliseconds that no other should wait for."""
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
+    arrived_at: float = 0.0
+    """CLOCK_MONOTONIC seconds."""
+    form: str = "quire"
+    """How tensors are written: "batched" with TensorRT-LLM's ranks, else as the dialect has them."""
+    hides_logprobs: bool = False
+    """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
+    cumulative: bool = False
+    """Whether every response repeats what those before it said."""
+    is_chat: bool = False
+    """Whether the prompt was chat messages."""
+    num_best: int = 0
+    """Choices to tell, as of `split_ranking`."""
+    new_answer: Callable[[], Answer] | None = None
+    """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
+    skips_empty: bool = False
+    """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
+    others: list[ParsedRequest] = field(default_factory=list)
+    """The same for prompts 1, 2, ... of a request with several."""
+    echo: str = ""
+    """Prompt text that precedes the output (exclude_input_in_output=false)."""
+    is_prompt_alone: bool = False
+    """Whether no token is wanted (max_tokens 0): the one that the engine adds is not told."""
+    embeds: EmbedsMessage | None = None
+    """Points into memory that lives as long as `buffer` is open."""
+    buffer: SharedBuffer | DeviceBuffer | None = None
+    adapter: str = ""
+    """Name of the LoRA adapter; empty: none."""
+    adapter_digest: str = ""
+    """Digest of the adapter's content, hexadecimal; empty: not known here, or no adapter."""
+    results: Results | None = None
+    """Results to replay instead of asking the engine, for all prompts together; None: the engine is asked."""
+    recording: Recording | None = None
+    """Recording of the engine's outputs for the result cache; None: they are not kept."""
+
+    def of_item(self, item: int) -> ParsedRequest:
+        return self.others[item - 1] if item else self
+
+
+UNPARSED = ParsedRequest([], SamplingParams(), "", frozenset(), frozenset())
+"""Stands for a request that is refused before it is parsed."""

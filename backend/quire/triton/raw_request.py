@@ -1,0 +1,183 @@
+"""RequestReader: a copy of what a Triton request holds, made while Triton still owns it.
+
+It runs on the stub's main thread, which must not be held up: whatever is too large is refused here, before it
+is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire import converters
+from quire.config import FrontendConfig
+from quire.engine.device_array import DeviceBuffer
+from quire.engine.messages import EngineInfo
+from quire.engine.shared_array import SharedBuffer
+from quire.errors import InvalidArgumentError
+from quire.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from quire.scheduling_params import MAX_NAME_LENGTH
+from quire.validation import check_prompt_length
+from quire_ensemble import client_json
+from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, PROMPT_INPUTS, TENSORRT_LLM_INPUTS
+
+SPECS = {spec.name: spec for spec in (*TENSORRT_LLM_INPUTS, *INPUTS)}
+"""Inputs by name, those of TensorRT-LLM among them."""
+NAME = converters.name(MAX_NAME_LENGTH)
+_PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
+_SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+
+MAX_WORD_TOKENS = 4096
+"""Token ids of all words of a list."""
+MAX_BIASED_WORDS = 1024
+
+_MOST_ENTRIES = {
+    "text_input": MAX_PROMPTS,
+    "stop": MAX_STOP_STRINGS,
+    "stop_words": MAX_STOP_STRINGS,
+    "sampling_param_stop": MAX_STOP_STRINGS,
+    "stop_words_list": 2 * MAX_WORD_TOKENS,
+    "bad_words_list": 2 * MAX_WORD_TOKENS,
+    "embedding_bias_words": MAX_BIASED_WORDS,
+    "embedding_bias_weights": MAX_BIASED_WORDS,
+    "bad_words": MAX_BAD_WORDS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+}
+_EMBEDS = ("image_embeds", "prompt_embeds")
+_PER_TOKEN = {"image_spans": 2, "position_ids": 3}
+"""Elements for each token of the longest prompt; `image_embeds` has a row."""
+
+
+@dataclass(slots=True)
+class RawRequest:
+    """A copy of what a Triton request holds; nothing is checked yet."""
+
+    tensors: dict[str, list[Any]]
+    """Input name to its elements, flat; BYTES elements are `bytes`."""
+    shapes: dict[str, tuple[int, ...]]
+    parameters: str
+    external_id: str
+    requested_outputs: frozenset[str]
+    arrived_at: float = 0.0
+    """CLOCK_MONOTONIC seconds; deadlines count from here."""
+    timeout_us: int = 0
+    """Triton's own timeout; 0: none."""
+    correlation_id: str = ""
+    sequence_end: bool = False
+    embeds: SharedBuffer | DeviceBuffer | None = None
+    """`image_embeds` or `prompt_embeds`, where the request has rows of it."""
+    num_bytes: int = 0
+    """Bytes of its texts."""
+
+
+class RequestReader:
+    """Reads requests to one model.
+
+    Args:
+        info: the engine's limits; a callable since a restarted engine may answer differently.
+        batched: whether the model's tensors have a batch dimension.
+    """
+
+    def __init__(self, info: Callable[[], EngineInfo], config: FrontendConfig, *, batched: bool) -> None:
+        self._info, self._config, self._batched = info, config, batched
+
+    def read(self, request: Any) -> RawRequest:
+        """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
+
+        Raises:
+            InvalidArgumentError: the id or another text is not UTF-8, or the id or a tensor is larger than
+                any that could be right.
+            UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
+        """
+        info = self._info()
+        raw = RawRequest(
+            tensors={},
+            shapes={},
+            # First, as HTTP generate repeats it as a parameter.
+            external_id=NAME("id", _utf8("id", request.request_id)),
+            parameters=_utf8("parameters", request.parameters),
+            requested_outputs=frozenset(_utf8("outputs", request.requested_output_names)),
+            arrived_at=time.monotonic(),
+            timeout_us=request.timeout(),
+            correlation_id=str(_utf8("sequence_id", request.correlation_id) or ""),
+            sequence_end=bool(request.flags() & _SEQUENCE_END),
+        )
+        _check_size("parameters", len(raw.parameters), client_json.MAX_BYTES)
+        for tensor in request.inputs():
+            name = tensor.name()
+            if name in _EMBEDS and raw.embeds is not None:
+                raise InvalidArgumentError("prompt_embeds", "must not be given with image_embeds")
+            if name == "prompt_embeds":
+                raw.tensors[name] = []  # that the prompt comes by it; the rows are in `embeds`
+            if name in _EMBEDS and not tensor.is_cpu():
+                raw.embeds = DeviceBuffer(tensor.to_dlpack(), self._config.max_embeds_bytes)
+                continue
+            array = tensor.as_numpy()
+            self._check_elements(name, array, info)
+            if name in _EMBEDS:
+                raw.shapes[name] = array.shape
+                if array.size:
+                    rows_of_all = array.reshape(-1, array.shape[-1])
+                    raw.embeds = SharedBuffer(rows_of_all, self._config.max_embeds_bytes)
+                continue
+            values = array.reshape(-1).tolist()
+            if array.dtype == np.object_:
+                raw.num_bytes += self._check_text(name, values)
+            raw.tensors[name], raw.shapes[name] = values, array.shape
+        return raw
+
+    def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
+        """Refuses by its number of elements what is no good whatever the elements are."""
+        rows = max(1, array.shape[0]) if self._batched and array.ndim else 1
+        if rows > MAX_PROMPTS:
+            raise InvalidArgumentError(name, f"a batch of at most {MAX_PROMPTS} is allowed, got {rows}")
+        if SPECS[name].dims == (1,) or array.dtype == np.bool_:
+            if array.size != rows:
+                raise InvalidArgumentError(name, f"must hold exactly one element, got shape {array.shape}")
+        elif name == "input_ids":
+            check_prompt_length(array.size // rows, info.max_model_len)
+        else:
+            most = _MOST_ENTRIES.get(name)
+            if name == "embedding_bias":
+                most = info.vocab_size
+            if most is None:
+                most = info.max_model_len * _PER_TOKEN.get(name, info.embeds_size)
+            if array.size > most * rows:
+                raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
+            if name == "text_input" and not array.size:
+                raise InvalidArgumentError(name, "must hold at least one text")
+
+    def _check_text(self, name: str, values: list[bytes]) -> int:
+        """The bytes of a STRING tensor; refuses those that no request needs."""
+        num_bytes = sum(map(len, values))
+        most = self._config.max_prompt_bytes if name in _PROMPT_NAMES else client_json.MAX_BYTES
+        _check_size(name, num_bytes, most)
+        return num_bytes
+
+
+def decoded(field: str, value: Any) -> Any:
+    """A value whose bytes, if it is some, are UTF-8; raises InvalidArgumentError."""
+    return _utf8(field, value.decode) if isinstance(value, bytes) else value
+
+
+def _utf8(field: str, read: Callable[[], Any]) -> Any:
+    """Calls `read`, a getter of Triton's or a `bytes.decode`, and returns its result.
+
+    Triton decodes texts only in its getters, and HTTP lets any bytes through.
+
+    Raises:
+        InvalidArgumentError: the bytes are not UTF-8; names `field`.
+    """
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
+
+
+def _check_size(field: str, num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise InvalidArgumentError(field, f"at most {most} bytes, got {num_bytes}")

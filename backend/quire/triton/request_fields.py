@@ -1,0 +1,142 @@
+"""Places where a request states its parameters: its own, headers, `sampling_parameters`, typed tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from quire.converters import boolean, integer
+from quire.errors import InvalidArgumentError
+from quire.triton.raw_request import SPECS, RawRequest, decoded
+from quire.triton.scheduling_fields import HEADERS, TRACE_HEADERS
+from quire_ensemble import client_json
+from quire_ensemble.errors import InputError
+
+# Triton's own request parameters. Of HTTP generate they reach a model as they are, from elsewhere by the
+# request's methods. `id` is what HTTP generate calls the request id.
+_RESERVED = frozenset(
+    {
+        "id",
+        "priority",
+        "timeout",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "headers",
+        "binary_data_output",
+    }
+)
+
+
+def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Request parameters that are ours, and what forwarded headers state, the one that counts first.
+
+    Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
+    lower case. Whatever else an operator's pattern lets through is not ours: no field of ours has a hyphen.
+    What HTTP generate has for Triton itself (timeout, sequence_id) is moved to where the others have it.
+    """
+    try:
+        pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
+    except ValueError as error:
+        raise InvalidArgumentError("parameters", f"cannot be read: {error}") from None
+    values = dict(pairs)
+    if not raw.timeout_us and "timeout" in values:
+        raw.timeout_us = integer(0, 2**63 - 1)("timeout", values["timeout"])
+    if not raw.correlation_id and values.get("sequence_id"):
+        raw.correlation_id = str(values["sequence_id"])
+        raw.sequence_end = boolean("sequence_end", values.get("sequence_end", False))
+    headers = [
+        {name: value} for header, name in HEADERS.items() for key, value in pairs if key.lower() == header
+    ]
+    parameters = {
+        key: value
+        for key, value in values.items()
+        if not (_is_header(key) or key in _RESERVED or key.startswith("triton_"))
+        and key.lower() not in TRACE_HEADERS
+    }
+    return parameters, headers
+
+
+def check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses a tenant that does not come from a header.
+
+    A client's request parameter may have a header's name, and nothing tells them apart; beside the header
+    that the gateway sets, another value shows.
+    """
+    if any(source.get("tenant") is not None for source in stated):
+        raise InvalidArgumentError("tenant", "must be given as a header here (tenant_from_header_only)")
+    found = {header["tenant"] for header in headers if "tenant" in header}
+    if len(found) > 1:
+        raise InvalidArgumentError("tenant", f"must be given once, got {len(found)} values")
+
+
+def _is_header(key: str) -> bool:
+    """A field of ours with hyphens for underscores is a mistake to be told, and no header."""
+    return "-" in key and key.replace("-", "_") not in SPECS
+
+
+def json_parameters(raw: RawRequest) -> dict[str, Any]:
+    """The object in `sampling_parameters`."""
+    field = "sampling_parameters"
+    value: bytes = raw.tensors.get(field, [b""])[0]
+    if not value.strip():
+        return {}
+    try:
+        found = client_json.parse_json(field, value)
+    except InputError as error:
+        raise InvalidArgumentError(error.field, error.reason) from None
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(field, "must be a JSON object")
+    return found
+
+
+def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
+    """Values of the typed tensors among `names`."""
+    typed: dict[str, Any] = {}
+    for name in names & raw.tensors.keys():
+        values = [decoded(name, value) for value in raw.tensors[name]]
+        typed[name] = values if SPECS[name].dims == (-1,) else values[0]
+    return typed
+
+
+def wants_no_token(*sources: dict[str, Any]) -> bool:
+    """Whether `max_tokens` is 0, which becomes 1 in the sources; the first that states it counts.
+
+    The engine knows no request without a token: its first one costs nothing beside the prompt."""
+    stated = [
+        (source, name)
+        for source in sources
+        for name in ("max_tokens", "max_new_tokens")
+        if source.get(name) is not None
+    ]
+    zeros = [str(source[name]).strip() == "0" for source, name in stated]
+    for (source, name), is_zero in zip(stated, zeros, strict=True):
+        if is_zero:
+            source[name] = 1
+    return bool(zeros) and zeros[0]
+
+
+def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
+
+    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
+    whatever it looks like. "[INST]" and "[1]" are strings here too.
+    """
+    return {name: _spelled_list(name, value) for name, value in parameters.items()}
+
+
+def _spelled_list(name: str, value: Any) -> Any:
+    if name not in ("stop", "bad_words") or not isinstance(value, str):
+        return value
+    try:
+        found = client_json.parse_json(name, value)
+    except InputError:
+        return value
+    strings = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
+    return found if strings else value
+
+
+def pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Moves what has one of `names` out of `values`."""
+    return {name: values.pop(name) for name in names if name in values}
