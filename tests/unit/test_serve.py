@@ -35,6 +35,7 @@ from quire.engine.processes import start_time_of
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import ConfigError
 from quire.server import http_stack, run_files, serve, tritonserver
+from quire.server.gateway import Gateway
 from quire.server.model_links import link_models
 from quire.server.serve import (
     FORWARDED_HEADERS,
@@ -45,6 +46,8 @@ from quire.server.serve import (
     stop_times,
 )
 from quire.server.tritonserver import TritonServer
+from quire_client.cli import cli as client_cli
+from quire_client.openai import server as gateway_server
 from quire_kernels.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
 from tests.fixtures.waiting import wait_until
@@ -431,6 +434,21 @@ def test_the_gateway_beside_the_server_starts_again_and_ends_with_it(
     server.stop()
     assert server.returncode == 0 and server.leftovers() == []
     assert not gateway.is_running()
+
+
+def test_answers_through_the_gateway_have_the_servers_time_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cut them off after its own 5 s, without a last event, while the server would have let them go on."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    Gateway("127.0.0.1", 9000, "127.0.0.1:8001", 60, lambda: None)
+    (command,) = started
+    arguments = command[command.index("openai") + 1 :]
+    seconds: list[int] = []
+    monkeypatch.setattr(gateway_server, "serve", lambda *_, grace_s, **__: seconds.append(grace_s))
+    assert CliRunner().invoke(client_cli, ["openai", *arguments]).exit_code == 0
+    assert seconds == [60]
 
 
 def test_a_gateway_that_cannot_start_ends_the_server(

@@ -31,13 +31,17 @@ class Gateway:
         address: it listens at.
         port: it listens at; held for it (`bind_port`).
         grpc_url: the server's gRPC address.
+        exit_timeout_s: that answers under way have to end, once it is asked to.
         prepare: runs in the child before the gateway.
     """
 
-    def __init__(self, address: str, port: int, grpc_url: str, prepare: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, port: int, grpc_url: str, exit_timeout_s: int, prepare: Callable[[], None]
+    ) -> None:
         self._address, self._port = address, port
         command = [sys.executable, "-m", "quire_client.cli", "openai", "--url", grpc_url]
-        self._command = [*command, "--host", address, "--port", str(port)]
+        command += ["--host", address, "--port", str(port)]
+        self._command = [*command, "--exit-timeout", str(exit_timeout_s)]
         self._prepare = prepare
         self._started_at = -math.inf
         self._is_ending = False

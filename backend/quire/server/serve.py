@@ -301,7 +301,8 @@ class ServerRun:
             process = self._start(ports, repositories)
             for port in others:
                 prepare = _in_child(os.getpid(), resource.getrlimit(resource.RLIMIT_STACK))
-                self._gateway = Gateway(config.address, port, self._url(grpc_port), prepare)
+                limit_s, _ = self._stop_times
+                self._gateway = Gateway(config.address, port, self._url(grpc_port), limit_s, prepare)
             if self._wait_ready(process, http_port):
                 self._announce((*ports, *others))
             elif process.returncode is not None:
