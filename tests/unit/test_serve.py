@@ -451,6 +451,21 @@ def test_answers_through_the_gateway_have_the_servers_time_to_end(
     assert seconds == [60]
 
 
+def test_the_gateway_imports_nothing_from_where_serve_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file uvicorn.py in the user's folder was run in the gateway's place."""
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('run by mistake')", "utf-8")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        Gateway("127.0.0.1", taken.getsockname()[1], "127.0.0.1:8001", 5, lambda: None)
+        monkeypatch.undo()
+        (command,) = commands
+        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    assert "cannot listen at" in told, "all was imported"
+
+
 def test_a_gateway_that_cannot_start_ends_the_server(
     serve_repository: ServeRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

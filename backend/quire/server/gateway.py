@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import click
 
+from quire.engine.run_module import RUN_MODULE
 from quire.errors import ConfigError
 
 RESTART_S = 1.0
@@ -39,7 +40,7 @@ class Gateway:
         self, address: str, port: int, grpc_url: str, exit_timeout_s: int, prepare: Callable[[], None]
     ) -> None:
         self._address, self._port = address, port
-        command = [sys.executable, "-m", "quire_client.cli", "openai", "--url", grpc_url]
+        command = [sys.executable, RUN_MODULE, "quire_client.cli", "openai", "--url", grpc_url]
         command += ["--host", address, "--port", str(port)]
         self._command = [*command, "--exit-timeout", str(exit_timeout_s)]
         self._prepare = prepare
