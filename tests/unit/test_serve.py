@@ -551,6 +551,19 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
     holder.close()
 
 
+def test_a_name_as_address_is_that_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's HTTP listened at 255.255.255.255 for localhost, and the start never came to an end. An empty
+    address was every address of the machine."""
+    found: list[str] = []
+    monkeypatch.setattr(serve, "_run", lambda config, *_: found.append(config.address) or 0)
+    command = ["serve", "--model-repository", str(tmp_path), "--address"]
+    for address in ("localhost", "0.0.0.0", "::1"):
+        assert CliRunner().invoke(main, [*command, address]).exit_code == 0
+    assert found == ["127.0.0.1", "0.0.0.0", "::1"]
+    for address in ("", "a" * 99):
+        assert "Invalid value for '--address'" in CliRunner().invoke(main, [*command, address]).output
+
+
 @pytest.mark.parametrize("status", [200, 403, 503])
 def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
     """Of two that were started for the same ports the one that found them taken said "ready", as the other

@@ -562,6 +562,18 @@ def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
     return ServerRun(config, server, backends, last).run()
 
 
+def _ip_address(text: str) -> str:
+    """An IP address, or that of a name: given a name Triton's HTTP listens where nobody reaches it."""
+    if not text:
+        raise click.BadParameter("is empty; 0.0.0.0 is every address of the machine")
+    if ":" in text:
+        return text
+    try:
+        return socket.gethostbyname(text)
+    except (OSError, UnicodeError) as error:
+        raise click.BadParameter(f"{text}: {error}") from error
+
+
 class _Command(click.Command):
     """Takes what stands behind -- as `extra_args`, apart from arguments of its own."""
 
@@ -597,7 +609,13 @@ class _Command(click.Command):
     type=PORT,
     help="Serve OpenAI's API and a chat page there too, without keys; 0 takes a free port. Default: no.",
 )
-@click.option("--address", default=LOOPBACK, show_default=True, help="Address all of them listen on.")
+@click.option(
+    "--address",
+    default=LOOPBACK,
+    show_default=True,
+    callback=lambda _context, _option, text: _ip_address(text),
+    help="Address all of them listen on.",
+)
 @click.option(
     "--load-model",
     "load_models",
