@@ -564,6 +564,15 @@ def test_a_name_as_address_is_that_of_the_name(tmp_path: Path, monkeypatch: pyte
         assert "Invalid value for '--address'" in CliRunner().invoke(main, [*command, address]).output
 
 
+def test_one_port_is_not_given_to_two(tmp_path: Path) -> None:
+    """Models were loaded before Triton found its HTTP or gRPC port taken. Without a port for its metrics it
+    served, and the gateway's was announced as theirs."""
+    for one, other in (("http", "openai"), ("metrics", "openai"), ("http", "grpc")):
+        with pytest.raises(ConfigError, match=f"--{other}-port: 29000 is --{one}-port, too"):
+            ServeConfig(repositories=(tmp_path,), **{f"{one}_port": 29000, f"{other}_port": 29000})
+    assert ServeConfig(repositories=(tmp_path,), http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
+
+
 @pytest.mark.parametrize("status", [200, 403, 503])
 def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
     """Of two that were started for the same ports the one that found them taken said "ready", as the other

@@ -118,7 +118,21 @@ class ServeConfig:
             raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
         if self.openai_port is not None:
             check_installed()
+        self._check_ports()
         _check_extra_args(self.extra_args)
+
+    def _check_ports(self) -> None:
+        """Raises ConfigError for a port that is stated twice: a held port can be held again."""
+        named = (
+            ("--http-port", self.http_port),
+            ("--grpc-port", self.grpc_port),
+            ("--metrics-port", self.metrics_port),
+            ("--openai-port", self.openai_port),
+        )
+        owners: dict[int, str] = {}
+        for option, port in named:
+            if port and owners.setdefault(port, option) != option:
+                raise ConfigError(f"{option}: {port} is {owners[port]}, too (0 takes a free one)")
 
 
 def _check_extra_args(extra_args: Sequence[str]) -> None:
