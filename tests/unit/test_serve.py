@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -449,6 +450,23 @@ def test_answers_through_the_gateway_have_the_servers_time_to_end(
     monkeypatch.setattr(gateway_server, "serve", lambda *_, grace_s, **__: seconds.append(grace_s))
     assert CliRunner().invoke(client_cli, ["openai", *arguments]).exit_code == 0
     assert seconds == [60]
+
+
+def test_a_gateway_that_always_ends_starts_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a start a second, each of which computes for one, it took a core."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ended = SimpleNamespace(wait=lambda: 1)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: ended)
+    gateway = Gateway("127.0.0.1", 9000, "127.0.0.1:8001", 5, lambda: None)
+    waits = []
+    for lived in (0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1e6, 1.5):
+        began, now = now, now + lived
+        gateway.reap()
+        waits.append(gateway.due - began)
+        now = gateway.due
+        gateway.start()
+    assert waits == [1, 2, 4, 8, 16, 32, 32, 1e6, 2]
 
 
 def test_the_gateway_imports_nothing_from_where_serve_was_called(

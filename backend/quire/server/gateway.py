@@ -15,8 +15,9 @@ import click
 from quire.engine.run_module import RUN_MODULE
 from quire.errors import ConfigError
 
-RESTART_S = 1.0
-"""Least time from one start of the gateway to the next."""
+RESTART_S, MAX_RESTART_S = 1.0, 32.0
+"""Least and longest time from one start of the gateway to the next: it doubles while gateways end within it,
+as each start computes for a second or two."""
 
 
 def check_installed() -> None:
@@ -45,6 +46,7 @@ class Gateway:
         self._command = [*command, "--exit-timeout", str(exit_timeout_s)]
         self._prepare = prepare
         self._started_at = -math.inf
+        self._restart_s = RESTART_S
         self._is_ending = False
         self.due = math.inf
         """Time (monotonic) of the next start; infinite while the process runs."""
@@ -79,7 +81,11 @@ class Gateway:
         if self._is_ending:
             return
         click.echo(f"quire: the OpenAI gateway ended with status {status}; its reasons are above", err=True)
-        self.due = max(time.monotonic(), self._started_at + RESTART_S)
+        now = time.monotonic()
+        if now - self._started_at > MAX_RESTART_S:
+            self._restart_s = RESTART_S
+        self.due = max(now, self._started_at + self._restart_s)
+        self._restart_s = min(2 * self._restart_s, MAX_RESTART_S)
 
     def terminate(self) -> None:
         """Asks the process to end with the answers under way; no other one is started."""
