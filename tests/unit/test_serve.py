@@ -452,6 +452,15 @@ def test_answers_through_the_gateway_have_the_servers_time_to_end(
     assert seconds == [60]
 
 
+def test_the_gateway_asks_its_server_by_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC does where the environment names one; "ready" was said, and each answer was a 503."""
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda _, env, **__: environments.append(env))
+    for address, url in (("192.0.2.1", "192.0.2.1:8001"), ("2001:db8::1", "[2001:db8::1]:8001")):
+        Gateway(address, 9000, url, 5, lambda: None)
+        assert environments.pop()["no_grpc_proxy"] == address
+
+
 def test_a_gateway_that_always_ends_starts_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a start a second, each of which computes for one, it took a core."""
     now = 100.0
@@ -935,7 +944,11 @@ def test_shells_complete_options_of_commands_that_are_imported_late(shell: str) 
     assert "--openai-port" in done.stdout, done.stderr
 
 
-def test_healthcheck_asks_a_served_model_for_a_token(demo_server: ServerProcess) -> None:
+def test_healthcheck_asks_a_served_model_for_a_token(
+    demo_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # by which it asked
     healthy = CliRunner().invoke(main, ["healthcheck", "--url", demo_server.grpc_url, "--timeout", "60"])
     assert healthy.exit_code == 0, healthy.output
     assert healthy.output.startswith(f"quire: generator at {demo_server.grpc_url} is healthy (")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -44,6 +45,9 @@ class Gateway:
         command = [sys.executable, RUN_MODULE, "quire_client.cli", "openai", "--url", grpc_url]
         command += ["--host", address, "--port", str(port)]
         self._command = [*command, "--exit-timeout", str(exit_timeout_s)]
+        # gRPC would go by the environment's proxy to an address of this machine that is not 127.0.0.1, too.
+        server = grpc_url.rpartition(":")[0].strip("[]")
+        self._environment = {**os.environ, "no_grpc_proxy": server}
         self._prepare = prepare
         self._started_at = -math.inf
         self._restart_s = RESTART_S
@@ -57,6 +61,7 @@ class Gateway:
         self._started_at, self.due = time.monotonic(), math.inf
         self._process = subprocess.Popen(
             self._command,
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
