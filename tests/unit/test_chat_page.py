@@ -266,9 +266,33 @@ def test_tables_and_lists_in_lists(page: Page) -> None:
     assert table == (
         '<div class="table" tabindex="0"><table>'
         f"<thead><tr><th>a</th>{right.replace('td', 'th')}b | c</th></tr></thead>"
-        f"<tbody><tr><td>1</td>{right}&lt;b&gt;2&lt;/b&gt;</td></tr><tr><td>3</td>{right}</td></tr></tbody>"
+        f"<tbody><tr><td>1</td>{right}&lt;b&gt;2&lt;/b&gt;</td></tr>"
+        '<tr><td>3</td><td colspan="1"></td></tr></tbody>'
         "</table></div>"
     )
+
+
+@needs_chromium
+def test_code_in_lists(page: Page) -> None:
+    """Only two spaces of indent made a block of it: with three, as behind "1. ", fences stood in the text and
+    the code's own indents were lost."""
+    for indent in ("  ", "   ", "    "):
+        text = (
+            f"1. first\n{indent}```python\n{indent}if x:\n{indent}    y\n\n z\n{indent}```\n   more\n\n2. b"
+        )
+        for gap in ("", "\n"):
+            shown: str = page.run(
+                f"""(() => {{
+                  const place = document.createElement("div");
+                  place.append(...markdown({json.dumps(text.replace("first", "first" + gap))}));
+                  for (const button of place.querySelectorAll("button")) button.remove();
+                  return place.innerHTML;
+                }})()"""
+            )
+            assert shown == (
+                '<ol start="1"><li>first<pre tabindex="0"><code>if x:\n    y\n\nz</code></pre>\nmore</li>'
+                "<li>b</li></ol>"
+            )
 
 
 @needs_chromium
@@ -281,6 +305,28 @@ def test_what_a_model_writes_ends_the_page_nowhere(page: Page) -> None:
         "\n".join(" " * n + "- x" for n in range(500)),
     ):
         assert page.run(f"markdown({json.dumps(text)}).length") >= 1
+
+
+@needs_chromium
+def test_a_wide_table_of_short_lines_is_as_large_as_its_text(page: Page) -> None:
+    """Each line had a cell for each column: a million of 6 KB, drawn with every token."""
+    for columns in (100, 1000):
+        text = "|" + "a|" * columns + "\n|" + "-|" * columns + "\n" + "|\n" * 1000
+        found = page.run(
+            f"""(() => {{
+              const place = document.createElement("div");
+              place.append(...markdown({json.dumps(text)}));
+              return [place.querySelectorAll("*").length, place.querySelectorAll("table").length];
+            }})()"""
+        )
+        assert found[0] <= 2 * len(text) and found[1] == (1 if columns == 100 else 0)
+
+
+@needs_chromium
+def test_lines_may_end_as_in_windows(page: Page) -> None:
+    """A list was no list."""
+    tags = page.run("markdown('a\\r\\n- x\\r\\n\\r\\n## b\\r\\n').map(e => e.tagName)")
+    assert tags == ["P", "UL", "H3"]
 
 
 CLICK = "[...document.querySelectorAll('.actions button')].filter(e => e.textContent === '{}').at(-1).click()"
