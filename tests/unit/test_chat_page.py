@@ -361,6 +361,38 @@ def test_an_answer_again_and_a_question_in_other_words(page: Page, server: FakeK
 
 
 @needs_chromium
+def test_editing_leaves_a_draft_alone(page: Page, tmp_path: Path) -> None:
+    """Edit and Escape took it away, and its images went into the question that was edited."""
+    (tmp_path / "a.gif").write_bytes(PIXEL)
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.upload("#files", tmp_path / "a.gif")
+    page.wait("document.querySelectorAll('#thumbs img').length === 1")
+    page.run("document.getElementById('question').value = 'a draft'")
+    page.run(CLICK.format("Edit"))
+    assert page.run("document.getElementById('question').value") == "tokens 1"
+    assert page.run("document.querySelectorAll('#thumbs img').length") == 0
+    page.press("Escape")
+    assert page.run("document.getElementById('question').value") == "a draft"
+    assert page.run("document.querySelectorAll('#thumbs img').length") == 1
+
+
+@needs_chromium
+def test_another_answer_ends_editing(page: Page) -> None:
+    """It went on, so that the next question took the place of the one that was edited, and all behind it."""
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.run(CLICK.format("Edit"))
+    page.run(CLICK.format("Again"))
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    assert page.run("document.querySelectorAll('.dropped').length") == 0
+    assert page.run("document.getElementById('question').value") == ""
+    ask(page, "tokens 2")
+    page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+    assert page.text(".user .text") == ["tokens 1", "tokens 2"]
+
+
+@needs_chromium
 def test_a_conversation_survives_a_reload(base: str, server: FakeKServe, tmp_path: Path) -> None:
     (tmp_path / "a.gif").write_bytes(PIXEL)
     with Page(base) as page:
