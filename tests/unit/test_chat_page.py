@@ -449,6 +449,27 @@ def test_calls_and_their_results_survive_a_reload(base: str, server: FakeKServe)
 
 
 @needs_chromium
+def test_a_question_in_place_of_results(base: str) -> None:
+    """The results could still be returned, behind the next answer: such a conversation no reload understood,
+    and all of it was lost."""
+    with Page(base) as page:
+        page.wait(LISTED)
+        page.run("document.getElementById('tools').value = '[{\"type\": \"function\"}]'")
+        ask(page, "call")
+        page.wait(f"{DONE} && document.querySelector('.again')")
+        button = "document.querySelector('.calls > button')"
+        page.run(f"window.late = {button}")
+        ask(page, "tokens 1")
+        page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+        page.run("window.late.click()")
+        assert page.run("messages.map(message => message.role)") == ["user", "assistant"] * 2
+        assert page.text(".calls > button, .call textarea") == []
+        page.reload()
+        page.wait(LISTED)
+        assert page.text(".user .text") == ["call", "tokens 1"]
+
+
+@needs_chromium
 def test_a_lost_server_is_told_in_words(server: FakeKServe) -> None:
     with gateway(GatewaySettings(server.url)) as url:
         page = Page(url)
