@@ -213,6 +213,7 @@ def _part_bounds(schema: dict[str, Any]) -> None:
     for key, inclusive, inwards in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         for value in _numbers(schema, key):
             if value == int(value) and value * inwards >= 0:
-                step = 10.0 ** (len(str(abs(int(value)))) - 15)  # llguidance tells some 15 digits apart
+                # llguidance tells some 15 digits apart. No whole number is lost.
+                step = min(1.0, 10.0 ** (len(str(abs(int(value)))) - 15))
                 del schema[key]
                 _tighten(schema, inclusive, value + inwards * step, inwards)
