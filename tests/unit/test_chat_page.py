@@ -361,6 +361,24 @@ def test_an_answer_again_and_a_question_in_other_words(page: Page, server: FakeK
 
 
 @needs_chromium
+def test_what_cannot_be_copied_or_sent_is_told(page: Page) -> None:
+    """Copy did nothing that could be seen where there is no clipboard, as on a page that came by plain HTTP.
+    A key with a character that came along when it was pasted was a server that cannot be reached."""
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.run("Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})")
+    copy = "document.querySelector('.answer .actions button')"
+    page.run(f"{copy}.click()")
+    page.wait(f"{copy}.innerText !== 'Copy'")
+    assert page.run(f"{copy}.innerText") == "The browser does not allow it"
+    page.run("delete navigator.clipboard; document.getElementById('key').value = 'sk-\\u200b1'")
+    ask(page, "tokens 1")
+    page.wait("document.querySelector('.error')")
+    page.run("document.getElementById('key').value = ''")
+    assert page.text(".error") == ["The API key has characters that no key has."]
+
+
+@needs_chromium
 def test_editing_leaves_a_draft_alone(page: Page, tmp_path: Path) -> None:
     """Edit and Escape took it away, and its images went into the question that was edited."""
     (tmp_path / "a.gif").write_bytes(PIXEL)
