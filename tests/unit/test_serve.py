@@ -452,6 +452,36 @@ def test_answers_through_the_gateway_have_the_servers_time_to_end(
     assert seconds == [60]
 
 
+def test_a_gateway_is_ready_when_it_has_reached_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was when it listened. If it was asked during the start, the first answers behind "ready" were 503s,
+    as its way to the server is tried again once a second."""
+    statuses = [503, 503, 200, 503, 503]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with monkeypatch.context() as patch, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        patch.setattr(subprocess, "Popen", lambda *_, **__: None)
+        gateway = Gateway("127.0.0.1", server.server_port, "127.0.0.1:8001", 5, lambda: None)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert [gateway.is_ready("127.0.0.1") for _ in range(4)] == [False, False, True, False]
+            now += 6.0  # it is not let know
+            assert gateway.is_ready("127.0.0.1")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not gateway.is_ready("127.0.0.1")
+
+
 def test_the_gateway_asks_its_server_by_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC does where the environment names one; "ready" was said, and each answer was a 503."""
     environments: list[dict[str, str]] = []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +19,9 @@ from quire.errors import ConfigError
 RESTART_S, MAX_RESTART_S = 1.0, 32.0
 """Least and longest time from one start of the gateway to the next: it doubles while gateways end within it,
 as each start computes for a second or two."""
+
+REACH_S = 5.0
+"""Longest time for its way to a server that is ready."""
 
 
 def check_installed() -> None:
@@ -52,6 +55,7 @@ class Gateway:
         self._started_at = -math.inf
         self._restart_s = RESTART_S
         self._is_ending = False
+        self._answers_since: float | None = None
         self.due = math.inf
         """Time (monotonic) of the next start; infinite while the process runs."""
         self.start()
@@ -72,13 +76,24 @@ class Gateway:
     def pid(self) -> int:
         return self._process.pid
 
-    def listens(self, probe_address: str) -> bool:
-        """Whether connections are accepted."""
+    def is_ready(self, probe_address: str) -> bool:
+        """Whether it answers, and has reached the server: one that was asked while models were loading tries
+        again in a second, and says until then that the server is away.
+
+        A server that hides from it whether it is ready (`--grpc-restricted-protocol=health:...`) is taken for
+        reached after REACH_S.
+        """
+        connection = http.client.HTTPConnection(probe_address, self._port, timeout=5.0)
         try:
-            socket.create_connection((probe_address, self._port), timeout=2.0).close()
-        except OSError:
+            connection.request("GET", "/health")
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException):
             return False
-        return True
+        finally:
+            connection.close()
+        if self._answers_since is None:
+            self._answers_since = time.monotonic()
+        return status == 200 or time.monotonic() - self._answers_since > REACH_S
 
     def reap(self) -> None:
         """Takes the status of a process that has ended, and plans the next start."""

@@ -434,7 +434,7 @@ class ServerRun:
             if self._gateway is not None and self._gateway.due < math.inf:
                 raise UnavailableError("--openai-port: the gateway does not start")
             if _is_ready(process.pid, self._probe_address(), http_port) and (
-                self._gateway is None or self._gateway.listens(self._probe_address())
+                self._gateway is None or self._gateway.is_ready(self._probe_address())
             ):
                 return True
             for pid, name in stubs.look().items():
