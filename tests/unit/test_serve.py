@@ -39,7 +39,6 @@ from quire.server import http_stack, run_files, serve, tritonserver
 from quire.server.gateway import Gateway
 from quire.server.model_links import link_models
 from quire.server.serve import (
-    FORWARDED_HEADERS,
     MAX_HTTP_BODY,
     ServeConfig,
     bind_port,
@@ -324,7 +323,7 @@ def test_engines_are_told_to_stop_until_the_server_ends(
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(signal, "sigtimedwait", wait)
     run = object.__new__(serve.ServerRun)
-    run._drain_until, run._deadline = 0.0, math.inf
+    run._drain_until, run._deadline, run._gateway = 0.0, math.inf, None
     run._files = SimpleNamespace(directory=tmp_path)  # type: ignore[assignment]
     for _ in range(3):
         assert run._handle_signal(SimpleNamespace(returncode=None), 10.0) is None  # type: ignore[arg-type]
@@ -1000,17 +999,14 @@ def test_healthcheck_without_a_server_is_one_line_and_status_1() -> None:
     assert result.output.count("\n") == 1
 
 
-def test_the_image_forwards_the_same_headers_and_restricts_the_same(tmp_path: Path) -> None:
-    """It starts tritonserver without us."""
-    text = (Path(__file__).parents[2] / "docker" / "Dockerfile").read_text("utf-8")
-    for protocol in ("http", "grpc"):
-        assert f'"--{protocol}-header-forward-pattern={FORWARDED_HEADERS}"' in text
-    wanted = {"model-control-mode", "allow-client-shm", "http-restricted-api", "grpc-restricted-protocol"}
-    config = ServeConfig(repositories=(tmp_path,))
-    for argument in server_arguments(config, frozenset(wanted), tmp_path, (1, 2, 3), "quire-x-", ()):
-        assert json.dumps(argument) in text
-        wanted.discard(argument.removeprefix("--").partition("=")[0])
-    assert not wanted
+def test_the_images_run_quire_serve() -> None:
+    """That for GPUs ran tritonserver without us, by flags that had to be the same."""
+    for name in ("Dockerfile", "Dockerfile.cpu"):
+        text = (Path(__file__).parents[2] / "docker" / name).read_text("utf-8")
+        command = json.loads(text.rpartition("\nCMD ")[2])
+        assert command[:2] == ["quire", "serve"]
+        told = CliRunner().invoke(main, [*command[1:], "--load-model", "none"])
+        assert "/models is not a directory" in told.output, "all options are known"
 
 
 @pytest.mark.parametrize("damage", ["flags.txt", "quire/model.py", "python/triton_python_backend_stub"])
