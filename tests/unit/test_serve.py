@@ -663,6 +663,11 @@ def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
         (["a", "--", "--model-control-mode=explicit"], "lets every client load models"),
         (["a", "--", "--allow-http=false"], "whether the server is ready"),
         (["a", "--", "--allow-http", "0"], "whether the server is ready"),
+        (
+            ["a", "--openai-port=0", "--", "--allow-grpc=false"],
+            "the gateway of --openai-port asks the server by",
+        ),
+        (["a", "--openai-port=0", "--", "--grpc-use-ssl", "1"], "asks the server without TLS"),
         (["a", "--", "--http-port=9000"], "--http-port: give --http-port before --"),
         (["a", "--", "--grpc-addr", "0.0.0.0"], "--grpc-address: give --address before --"),
     ],

@@ -119,7 +119,7 @@ class ServeConfig:
         if self.openai_port is not None:
             check_installed()
         self._check_ports()
-        _check_extra_args(self.extra_args)
+        _check_extra_args(self.extra_args, has_gateway=self.openai_port is not None)
 
     def _check_ports(self) -> None:
         """Raises ConfigError for a port that is stated twice: a held port can be held again."""
@@ -135,9 +135,9 @@ class ServeConfig:
                 raise ConfigError(f"{option}: {port} is {owners[port]}, too (0 takes a free one)")
 
 
-def _check_extra_args(extra_args: Sequence[str]) -> None:
-    """Raises ConfigError where the arguments would let every client load code into the server, or hide
-    whether it is ready."""
+def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
+    """Raises ConfigError where the arguments would let every client load code into the server, hide whether
+    it is ready, or hide it from the gateway."""
 
     def values(flag: str) -> list[str]:
         # As getopt_long takes them: shortened, and with the value behind = or as the next word.
@@ -150,6 +150,10 @@ def _check_extra_args(extra_args: Sequence[str]) -> None:
 
     if {*values("--allow-http")} - {"true", "1"}:
         raise ConfigError("--allow-http=false: over HTTP it is asked whether the server is ready")
+    if has_gateway and {*values("--allow-grpc")} - {"true", "1"}:
+        raise ConfigError("--allow-grpc=false: the gateway of --openai-port asks the server by gRPC")
+    if has_gateway and {*values("--grpc-use-ssl")} - {"false", "0"}:
+        raise ConfigError("--grpc-use-ssl: the gateway of --openai-port asks the server without TLS")
     if own := [flag for flag in _LISTENING if values(flag)]:
         option = own[0] if own[0].endswith("port") else "--address"
         raise ConfigError(f"{own[0]}: give {option} before --: quire serve listens where it says")
