@@ -668,6 +668,8 @@ def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
             "the gateway of --openai-port asks the server by",
         ),
         (["a", "--openai-port=0", "--", "--grpc-use-ssl", "1"], "asks the server without TLS"),
+        (["a", "--ready-file=/no/such/folder/ready"], "--ready-file: /no/such/folder/ready cannot be a file"),
+        (["a", "--ready-file=/"], "--ready-file: / cannot be a file"),
         (["a", "--", "--http-port=9000"], "--http-port: give --http-port before --"),
         (["a", "--", "--grpc-addr", "0.0.0.0"], "--grpc-address: give --address before --"),
     ],

@@ -116,6 +116,8 @@ class ServeConfig:
                 raise ConfigError(f"--model-repository: {repository} is not a directory")
         if self.exit_timeout_s is not None and self.exit_timeout_s < 0:
             raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
+        if self.ready_file is not None and (not self.ready_file.parent.is_dir() or self.ready_file.is_dir()):
+            raise ConfigError(f"--ready-file: {self.ready_file} cannot be a file")
         if self.openai_port is not None:
             check_installed()
         self._check_ports()
