@@ -551,6 +551,9 @@ def test_dark_and_light(base: str, dark: bool) -> None:
         ask(page, "tokens 3")
         page.wait(DONE)
         assert page.run("document.documentElement.scrollWidth") == 360
+        page.run("document.getElementById('log').append(...markdown('```\\na\\n```'))")
+        opacity = page.run("getComputedStyle(document.querySelector('pre .copy')).opacity")
+        assert opacity == "1", "nothing hovers there"
         unnamed = """[...document.querySelectorAll("button, input:not([hidden]), textarea, select")]
             .filter(e => !e.ariaLabel && !e.labels?.length && !e.innerText.trim()).map(e => e.id)"""
         assert page.run(unnamed) == []
