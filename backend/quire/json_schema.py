@@ -1,15 +1,16 @@
 """A client's JSON schema in the form in which llguidance means the same by it, or a refusal.
 
-llguidance takes numbers for doubles, and rounds what is none: here bounds move to the next double within,
-and constants are refused. Of two bounds less than 1 apart it lets the one nearer to 0 through where that is
-whole and excluded, so such a bound moves, too. And it refuses a `oneOf` whose schemas exclude each other in
-ways that it does not see.
+llguidance takes numbers for doubles, and rounds what is none: here bounds move to the next double within
+that it also writes so, and constants are refused. Of two bounds less than 1 apart it lets the one nearer to 0
+through where that is whole and excluded, so such a bound moves, too. And it refuses a `oneOf` whose schemas
+exclude each other in ways that it does not see.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
@@ -191,14 +192,23 @@ def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int)
             if abs(value) < 2**53:
                 continue
             moved = _double(value)
-            is_outside = moved < value if inwards > 0 else moved > value  # exact, as no difference would be
-            if is_outside or (key == exclusive and moved == value):
+            while _is_outside(moved, value, inwards, is_excluded=key == exclusive):
                 moved = math.nextafter(moved, inwards * math.inf)
             if moved * inwards > _LARGEST:
                 raise InvalidArgumentError("structured_output", f"{key}: is beyond {inwards * _LARGEST:.0f}")
             moved = inwards * max(moved * inwards, -_LARGEST)
             del schema[key]
             _tighten(schema, inclusive, int(moved), inwards)
+
+
+def _is_outside(moved: float, value: float, inwards: int, *, is_excluded: bool) -> bool:
+    """Whether a double lets through what the bound `value` does not: whole numbers up to the double itself,
+    others up to its shortest digits with zeros behind them, as llguidance writes it."""
+    if math.isinf(moved):
+        return False  # there is a nearer bound for all
+    worst = min(inwards * int(moved), inwards * int(Decimal(repr(moved))))
+    exact = inwards * int(value)
+    return worst < exact or (is_excluded and worst == exact)
 
 
 def _tighten(schema: dict[str, Any], key: str, bound: float, inwards: int) -> None:
@@ -213,6 +223,7 @@ def _part_bounds(schema: dict[str, Any]) -> None:
     for key, inclusive, inwards in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         for value in _numbers(schema, key):
             if value == int(value) and value * inwards >= 0:
-                step = 10.0 ** (len(str(abs(int(value)))) - 15)  # llguidance tells some 15 digits apart
+                # llguidance tells some 15 digits apart. No whole number is lost.
+                step = min(1.0, 10.0 ** (len(str(abs(int(value)))) - 15))
                 del schema[key]
                 _tighten(schema, inclusive, value + inwards * step, inwards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -38,6 +39,10 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+_NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
+"""Addresses of this machine."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Address of a server and how to call it; times in seconds."""
@@ -53,6 +58,16 @@ class Settings:
             raise InvalidArgument(f"url: must be HOST:PORT of the gRPC endpoint, got {self.url!r}")
         if self.timeout is not None:
             check_timeout(self.timeout)
+
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """Options of the channel. gRPC would go by a proxy to a server of this machine, too."""
+        is_near = _NEAR.match(self.url) is not None
+        return [
+            *CHANNEL_OPTIONS,
+            *([("grpc.enable_http_proxy", 0)] if is_near else []),
+            *self.channel_options,
+        ]
 
     def metadata(self, *, error_codes: bool = False) -> Metadata:
         """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code,

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
-from quire_client._connection import CHANNEL_OPTIONS, Settings
+from quire_client._connection import Settings
 
 T = TypeVar("T")
 SIGNAL_S = 0.2
@@ -232,7 +232,7 @@ class _Channel:
     """One channel to a server."""
 
     def __init__(self, settings: Settings, module: ModuleType) -> None:
-        url, options = settings.url, [*CHANNEL_OPTIONS, *settings.channel_options]
+        url, options = settings.url, settings.options
         if settings.credentials is None:
             self._channel = module.insecure_channel(url, options=options)
         else:

@@ -342,6 +342,14 @@ def profile(file: Path, url: str, model: str, steps: int, seconds: float) -> Non
 @click.option("--port", type=click.IntRange(0, 65535), default=9000, show_default=True, help="0: a free one.")
 @click.option("--timeout", type=float, help="Seconds for each answer.")
 @click.option(
+    "--exit-timeout",
+    "grace_s",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="Seconds that answers under way have to end after SIGTERM or Ctrl-C.",
+)
+@click.option(
     "--allow-image-host",
     "image_hosts",
     multiple=True,
@@ -385,6 +393,7 @@ def openai_gateway(
     host: str,
     port: int,
     timeout: float | None,
+    grace_s: int,
     image_hosts: tuple[str, ...],
     max_image_bytes: int,
     tls_cert: Path | None,
@@ -414,7 +423,7 @@ def openai_gateway(
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key)
     try:
         settings = GatewaySettings(url, timeout, images, names=names, **options)
-        serve(settings, host, port, listening=click.echo, tls=tls)
+        serve(settings, host, port, listening=click.echo, tls=tls, grace_s=grace_s)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:

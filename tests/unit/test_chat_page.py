@@ -266,9 +266,33 @@ def test_tables_and_lists_in_lists(page: Page) -> None:
     assert table == (
         '<div class="table" tabindex="0"><table>'
         f"<thead><tr><th>a</th>{right.replace('td', 'th')}b | c</th></tr></thead>"
-        f"<tbody><tr><td>1</td>{right}&lt;b&gt;2&lt;/b&gt;</td></tr><tr><td>3</td>{right}</td></tr></tbody>"
+        f"<tbody><tr><td>1</td>{right}&lt;b&gt;2&lt;/b&gt;</td></tr>"
+        '<tr><td>3</td><td colspan="1"></td></tr></tbody>'
         "</table></div>"
     )
+
+
+@needs_chromium
+def test_code_in_lists(page: Page) -> None:
+    """Only two spaces of indent made a block of it: with three, as behind "1. ", fences stood in the text and
+    the code's own indents were lost."""
+    for indent in ("  ", "   ", "    "):
+        text = (
+            f"1. first\n{indent}```python\n{indent}if x:\n{indent}    y\n\n z\n{indent}```\n   more\n\n2. b"
+        )
+        for gap in ("", "\n"):
+            shown: str = page.run(
+                f"""(() => {{
+                  const place = document.createElement("div");
+                  place.append(...markdown({json.dumps(text.replace("first", "first" + gap))}));
+                  for (const button of place.querySelectorAll("button")) button.remove();
+                  return place.innerHTML;
+                }})()"""
+            )
+            assert shown == (
+                '<ol start="1"><li>first<pre tabindex="0"><code>if x:\n    y\n\nz</code></pre>\nmore</li>'
+                "<li>b</li></ol>"
+            )
 
 
 @needs_chromium
@@ -281,6 +305,28 @@ def test_what_a_model_writes_ends_the_page_nowhere(page: Page) -> None:
         "\n".join(" " * n + "- x" for n in range(500)),
     ):
         assert page.run(f"markdown({json.dumps(text)}).length") >= 1
+
+
+@needs_chromium
+def test_a_wide_table_of_short_lines_is_as_large_as_its_text(page: Page) -> None:
+    """Each line had a cell for each column: a million of 6 KB, drawn with every token."""
+    for columns in (100, 1000):
+        text = "|" + "a|" * columns + "\n|" + "-|" * columns + "\n" + "|\n" * 1000
+        found = page.run(
+            f"""(() => {{
+              const place = document.createElement("div");
+              place.append(...markdown({json.dumps(text)}));
+              return [place.querySelectorAll("*").length, place.querySelectorAll("table").length];
+            }})()"""
+        )
+        assert found[0] <= 2 * len(text) and found[1] == (1 if columns == 100 else 0)
+
+
+@needs_chromium
+def test_lines_may_end_as_in_windows(page: Page) -> None:
+    """A list was no list."""
+    tags = page.run("markdown('a\\r\\n- x\\r\\n\\r\\n## b\\r\\n').map(e => e.tagName)")
+    assert tags == ["P", "UL", "H3"]
 
 
 CLICK = "[...document.querySelectorAll('.actions button')].filter(e => e.textContent === '{}').at(-1).click()"
@@ -312,6 +358,56 @@ def test_an_answer_again_and_a_question_in_other_words(page: Page, server: FakeK
     page.wait(f"{DONE} && document.querySelector('.again')")
     assert asked() == [("user", "tokens 3")]
     assert page.text(".user .text") == ["tokens 3"] and page.text(".answer .text") == ["t0 t1 t2 "]
+
+
+@needs_chromium
+def test_what_cannot_be_copied_or_sent_is_told(page: Page) -> None:
+    """Copy did nothing that could be seen where there is no clipboard, as on a page that came by plain HTTP.
+    A key with a character that came along when it was pasted was a server that cannot be reached."""
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.run("Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})")
+    copy = "document.querySelector('.answer .actions button')"
+    page.run(f"{copy}.click()")
+    page.wait(f"{copy}.innerText !== 'Copy'")
+    assert page.run(f"{copy}.innerText") == "The browser does not allow it"
+    page.run("delete navigator.clipboard; document.getElementById('key').value = 'sk-\\u200b1'")
+    ask(page, "tokens 1")
+    page.wait("document.querySelector('.error')")
+    page.run("document.getElementById('key').value = ''")
+    assert page.text(".error") == ["The API key has characters that no key has."]
+
+
+@needs_chromium
+def test_editing_leaves_a_draft_alone(page: Page, tmp_path: Path) -> None:
+    """Edit and Escape took it away, and its images went into the question that was edited."""
+    (tmp_path / "a.gif").write_bytes(PIXEL)
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.upload("#files", tmp_path / "a.gif")
+    page.wait("document.querySelectorAll('#thumbs img').length === 1")
+    page.run("document.getElementById('question').value = 'a draft'")
+    page.run(CLICK.format("Edit"))
+    assert page.run("document.getElementById('question').value") == "tokens 1"
+    assert page.run("document.querySelectorAll('#thumbs img').length") == 0
+    page.press("Escape")
+    assert page.run("document.getElementById('question').value") == "a draft"
+    assert page.run("document.querySelectorAll('#thumbs img').length") == 1
+
+
+@needs_chromium
+def test_another_answer_ends_editing(page: Page) -> None:
+    """It went on, so that the next question took the place of the one that was edited, and all behind it."""
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.run(CLICK.format("Edit"))
+    page.run(CLICK.format("Again"))
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    assert page.run("document.querySelectorAll('.dropped').length") == 0
+    assert page.run("document.getElementById('question').value") == ""
+    ask(page, "tokens 2")
+    page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+    assert page.text(".user .text") == ["tokens 1", "tokens 2"]
 
 
 @needs_chromium
@@ -368,6 +464,27 @@ def test_calls_and_their_results_survive_a_reload(base: str, server: FakeKServe)
                 page.wait("document.querySelector('.again')")
         assert page.text(".call pre + pre code") == ["tokens 1", "tokens 1"]
         assert page.messages == []
+
+
+@needs_chromium
+def test_a_question_in_place_of_results(base: str) -> None:
+    """The results could still be returned, behind the next answer: such a conversation no reload understood,
+    and all of it was lost."""
+    with Page(base) as page:
+        page.wait(LISTED)
+        page.run("document.getElementById('tools').value = '[{\"type\": \"function\"}]'")
+        ask(page, "call")
+        page.wait(f"{DONE} && document.querySelector('.again')")
+        button = "document.querySelector('.calls > button')"
+        page.run(f"window.late = {button}")
+        ask(page, "tokens 1")
+        page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+        page.run("window.late.click()")
+        assert page.run("messages.map(message => message.role)") == ["user", "assistant"] * 2
+        assert page.text(".calls > button, .call textarea") == []
+        page.reload()
+        page.wait(LISTED)
+        assert page.text(".user .text") == ["call", "tokens 1"]
 
 
 @needs_chromium
@@ -434,6 +551,9 @@ def test_dark_and_light(base: str, dark: bool) -> None:
         ask(page, "tokens 3")
         page.wait(DONE)
         assert page.run("document.documentElement.scrollWidth") == 360
+        page.run("document.getElementById('log').append(...markdown('```\\na\\n```'))")
+        opacity = page.run("getComputedStyle(document.querySelector('pre .copy')).opacity")
+        assert opacity == "1", "nothing hovers there"
         unnamed = """[...document.querySelectorAll("button, input:not([hidden]), textarea, select")]
             .filter(e => !e.ariaLabel && !e.labels?.length && !e.innerText.trim()).map(e => e.id)"""
         assert page.run(unnamed) == []

@@ -74,6 +74,20 @@ def sent(result_text: str) -> dict[str, Any]:
 # --- what is sent ---
 
 
+def test_a_server_of_this_machine_is_not_asked_by_a_proxy(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC goes by the environment's proxy, to 127.0.0.1 too: the README's first lines failed behind one."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    port = server.url.rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost"):
+        with Client(f"{host}:{port}") as client:
+            assert client.generate("tokens 2").text == "t0 t1 "
+    assert ("grpc.enable_http_proxy", 0) in conn.Settings("[::1]:8001").options
+    assert ("grpc.enable_http_proxy", 0) not in conn.Settings("localhost.example.com:8001").options
+
+
 def test_keywords_become_the_tensors_the_model_declares(client: Client) -> None:
     inputs = sent(
         client.generate(

@@ -99,6 +99,10 @@ BIG = 2**53
         ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [2**64, -1]),
         ({"minimum": -(10**400), "exclusiveMaximum": 10**400}, [0, 2**62], [10**400]),
         ({"type": "number", "minimum": -1e300, "maximum": 1e22}, [0, 2**62], [10**23]),
+        ({"type": "number", "maximum": 2**62}, [0, 2**62 - 1024], [2**62 + 1, 2**62 + 90]),
+        ({"type": "number", "exclusiveMinimum": -(2**62)}, [-(2**62) + 1024], [-(2**62), -(2**62) - 90]),
+        ({"exclusiveMinimum": 10**15}, [10**15 + 1, 10**15 + 2], [10**15]),
+        ({"exclusiveMaximum": -(10**15) - 7}, [-(10**15) - 8, -(10**15) - 99], [-(10**15) - 7, 0]),
     ],
 )
 def test_bounds_beyond_doubles_hold(

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +36,9 @@ from quire.engine.processes import start_time_of
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import ConfigError
 from quire.server import http_stack, run_files, serve, tritonserver
+from quire.server.gateway import Gateway
 from quire.server.model_links import link_models
 from quire.server.serve import (
-    FORWARDED_HEADERS,
     MAX_HTTP_BODY,
     ServeConfig,
     bind_port,
@@ -45,6 +46,8 @@ from quire.server.serve import (
     stop_times,
 )
 from quire.server.tritonserver import TritonServer
+from quire_client.cli import cli as client_cli
+from quire_client.openai import server as gateway_server
 from quire_kernels.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
 from tests.fixtures.waiting import wait_until
@@ -320,7 +323,7 @@ def test_engines_are_told_to_stop_until_the_server_ends(
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(signal, "sigtimedwait", wait)
     run = object.__new__(serve.ServerRun)
-    run._drain_until, run._deadline = 0.0, math.inf
+    run._drain_until, run._deadline, run._gateway = 0.0, math.inf, None
     run._files = SimpleNamespace(directory=tmp_path)  # type: ignore[assignment]
     for _ in range(3):
         assert run._handle_signal(SimpleNamespace(returncode=None), 10.0) is None  # type: ignore[arg-type]
@@ -433,6 +436,92 @@ def test_the_gateway_beside_the_server_starts_again_and_ends_with_it(
     assert not gateway.is_running()
 
 
+def test_answers_through_the_gateway_have_the_servers_time_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cut them off after its own 5 s, without a last event, while the server would have let them go on."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    Gateway("127.0.0.1", 9000, "127.0.0.1:8001", 60, lambda: None)
+    (command,) = started
+    arguments = command[command.index("openai") + 1 :]
+    seconds: list[int] = []
+    monkeypatch.setattr(gateway_server, "serve", lambda *_, grace_s, **__: seconds.append(grace_s))
+    assert CliRunner().invoke(client_cli, ["openai", *arguments]).exit_code == 0
+    assert seconds == [60]
+
+
+def test_a_gateway_is_ready_when_it_has_reached_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was when it listened. If it was asked during the start, the first answers behind "ready" were 503s,
+    as its way to the server is tried again once a second."""
+    statuses = [503, 503, 200, 503, 503]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with monkeypatch.context() as patch, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        patch.setattr(subprocess, "Popen", lambda *_, **__: None)
+        gateway = Gateway("127.0.0.1", server.server_port, "127.0.0.1:8001", 5, lambda: None)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert [gateway.is_ready("127.0.0.1") for _ in range(4)] == [False, False, True, False]
+            now += 6.0  # it is not let know
+            assert gateway.is_ready("127.0.0.1")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not gateway.is_ready("127.0.0.1")
+
+
+def test_the_gateway_asks_its_server_by_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC does where the environment names one; "ready" was said, and each answer was a 503."""
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda _, env, **__: environments.append(env))
+    for address, url in (("192.0.2.1", "192.0.2.1:8001"), ("2001:db8::1", "[2001:db8::1]:8001")):
+        Gateway(address, 9000, url, 5, lambda: None)
+        assert environments.pop()["no_grpc_proxy"] == address
+
+
+def test_a_gateway_that_always_ends_starts_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a start a second, each of which computes for one, it took a core."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ended = SimpleNamespace(wait=lambda: 1)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: ended)
+    gateway = Gateway("127.0.0.1", 9000, "127.0.0.1:8001", 5, lambda: None)
+    waits = []
+    for lived in (0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1e6, 1.5):
+        began, now = now, now + lived
+        gateway.reap()
+        waits.append(gateway.due - began)
+        now = gateway.due
+        gateway.start()
+    assert waits == [1, 2, 4, 8, 16, 32, 32, 1e6, 2]
+
+
+def test_the_gateway_imports_nothing_from_where_serve_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file uvicorn.py in the user's folder was run in the gateway's place."""
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('run by mistake')", "utf-8")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        Gateway("127.0.0.1", taken.getsockname()[1], "127.0.0.1:8001", 5, lambda: None)
+        monkeypatch.undo()
+        (command,) = commands
+        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    assert "cannot listen at" in told, "all was imported"
+
+
 def test_a_gateway_that_cannot_start_ends_the_server(
     serve_repository: ServeRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,6 +607,28 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
     holder.close()
 
 
+def test_a_name_as_address_is_that_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's HTTP listened at 255.255.255.255 for localhost, and the start never came to an end. An empty
+    address was every address of the machine."""
+    found: list[str] = []
+    monkeypatch.setattr(serve, "_run", lambda config, *_: found.append(config.address) or 0)
+    command = ["serve", "--model-repository", str(tmp_path), "--address"]
+    for address in ("localhost", "0.0.0.0", "::1"):
+        assert CliRunner().invoke(main, [*command, address]).exit_code == 0
+    assert found == ["127.0.0.1", "0.0.0.0", "::1"]
+    for address in ("", "a" * 99):
+        assert "Invalid value for '--address'" in CliRunner().invoke(main, [*command, address]).output
+
+
+def test_one_port_is_not_given_to_two(tmp_path: Path) -> None:
+    """Models were loaded before Triton found its HTTP or gRPC port taken. Without a port for its metrics it
+    served, and the gateway's was announced as theirs."""
+    for one, other in (("http", "openai"), ("metrics", "openai"), ("http", "grpc")):
+        with pytest.raises(ConfigError, match=f"--{other}-port: 29000 is --{one}-port, too"):
+            ServeConfig(repositories=(tmp_path,), **{f"{one}_port": 29000, f"{other}_port": 29000})
+    assert ServeConfig(repositories=(tmp_path,), http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
+
+
 @pytest.mark.parametrize("status", [200, 403, 503])
 def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
     """Of two that were started for the same ports the one that found them taken said "ready", as the other
@@ -552,6 +663,13 @@ def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
         (["a", "--", "--model-control-mode=explicit"], "lets every client load models"),
         (["a", "--", "--allow-http=false"], "whether the server is ready"),
         (["a", "--", "--allow-http", "0"], "whether the server is ready"),
+        (
+            ["a", "--openai-port=0", "--", "--allow-grpc=false"],
+            "the gateway of --openai-port asks the server by",
+        ),
+        (["a", "--openai-port=0", "--", "--grpc-use-ssl", "1"], "asks the server without TLS"),
+        (["a", "--ready-file=/no/such/folder/ready"], "--ready-file: /no/such/folder/ready cannot be a file"),
+        (["a", "--ready-file=/"], "--ready-file: / cannot be a file"),
         (["a", "--", "--http-port=9000"], "--http-port: give --http-port before --"),
         (["a", "--", "--grpc-addr", "0.0.0.0"], "--grpc-address: give --address before --"),
     ],
@@ -862,7 +980,11 @@ def test_shells_complete_options_of_commands_that_are_imported_late(shell: str) 
     assert "--openai-port" in done.stdout, done.stderr
 
 
-def test_healthcheck_asks_a_served_model_for_a_token(demo_server: ServerProcess) -> None:
+def test_healthcheck_asks_a_served_model_for_a_token(
+    demo_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # by which it asked
     healthy = CliRunner().invoke(main, ["healthcheck", "--url", demo_server.grpc_url, "--timeout", "60"])
     assert healthy.exit_code == 0, healthy.output
     assert healthy.output.startswith(f"quire: generator at {demo_server.grpc_url} is healthy (")
@@ -884,17 +1006,14 @@ def test_healthcheck_without_a_server_is_one_line_and_status_1() -> None:
     assert result.output.count("\n") == 1
 
 
-def test_the_image_forwards_the_same_headers_and_restricts_the_same(tmp_path: Path) -> None:
-    """It starts tritonserver without us."""
-    text = (Path(__file__).parents[2] / "docker" / "Dockerfile").read_text("utf-8")
-    for protocol in ("http", "grpc"):
-        assert f'"--{protocol}-header-forward-pattern={FORWARDED_HEADERS}"' in text
-    wanted = {"model-control-mode", "allow-client-shm", "http-restricted-api", "grpc-restricted-protocol"}
-    config = ServeConfig(repositories=(tmp_path,))
-    for argument in server_arguments(config, frozenset(wanted), tmp_path, (1, 2, 3), "quire-x-", ()):
-        assert json.dumps(argument) in text
-        wanted.discard(argument.removeprefix("--").partition("=")[0])
-    assert not wanted
+def test_the_images_run_quire_serve() -> None:
+    """That for GPUs ran tritonserver without us, by flags that had to be the same."""
+    for name in ("Dockerfile", "Dockerfile.cpu"):
+        text = (Path(__file__).parents[2] / "docker" / name).read_text("utf-8")
+        command = json.loads(text.rpartition("\nCMD ")[2])
+        assert command[:2] == ["quire", "serve"]
+        told = CliRunner().invoke(main, [*command[1:], "--load-model", "none"])
+        assert "/models is not a directory" in told.output, "all options are known"
 
 
 @pytest.mark.parametrize("damage", ["flags.txt", "quire/model.py", "python/triton_python_backend_stub"])

@@ -85,7 +85,7 @@ def _ask(url: str, model: str, deadline: float) -> str:
     tensor = grpcclient.InferInput("cache_control", [1], "BYTES")
     tensor.set_data_from_numpy(np.array(['{"command": "health"}'], dtype=np.object_))
     text = ""
-    client = grpcclient.InferenceServerClient(url)
+    client = grpcclient.InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
     finished = False
     try:
         # gRPC's own end of time is only for what hangs in there: the queue's is told in our words.

@@ -116,14 +116,30 @@ class ServeConfig:
                 raise ConfigError(f"--model-repository: {repository} is not a directory")
         if self.exit_timeout_s is not None and self.exit_timeout_s < 0:
             raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
+        if self.ready_file is not None and (not self.ready_file.parent.is_dir() or self.ready_file.is_dir()):
+            raise ConfigError(f"--ready-file: {self.ready_file} cannot be a file")
         if self.openai_port is not None:
             check_installed()
-        _check_extra_args(self.extra_args)
+        self._check_ports()
+        _check_extra_args(self.extra_args, has_gateway=self.openai_port is not None)
+
+    def _check_ports(self) -> None:
+        """Raises ConfigError for a port that is stated twice: a held port can be held again."""
+        named = (
+            ("--http-port", self.http_port),
+            ("--grpc-port", self.grpc_port),
+            ("--metrics-port", self.metrics_port),
+            ("--openai-port", self.openai_port),
+        )
+        owners: dict[int, str] = {}
+        for option, port in named:
+            if port and owners.setdefault(port, option) != option:
+                raise ConfigError(f"{option}: {port} is {owners[port]}, too (0 takes a free one)")
 
 
-def _check_extra_args(extra_args: Sequence[str]) -> None:
-    """Raises ConfigError where the arguments would let every client load code into the server, or hide
-    whether it is ready."""
+def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
+    """Raises ConfigError where the arguments would let every client load code into the server, hide whether
+    it is ready, or hide it from the gateway."""
 
     def values(flag: str) -> list[str]:
         # As getopt_long takes them: shortened, and with the value behind = or as the next word.
@@ -136,6 +152,10 @@ def _check_extra_args(extra_args: Sequence[str]) -> None:
 
     if {*values("--allow-http")} - {"true", "1"}:
         raise ConfigError("--allow-http=false: over HTTP it is asked whether the server is ready")
+    if has_gateway and {*values("--allow-grpc")} - {"true", "1"}:
+        raise ConfigError("--allow-grpc=false: the gateway of --openai-port asks the server by gRPC")
+    if has_gateway and {*values("--grpc-use-ssl")} - {"false", "0"}:
+        raise ConfigError("--grpc-use-ssl: the gateway of --openai-port asks the server without TLS")
     if own := [flag for flag in _LISTENING if values(flag)]:
         option = own[0] if own[0].endswith("port") else "--address"
         raise ConfigError(f"{own[0]}: give {option} before --: quire serve listens where it says")
@@ -301,7 +321,8 @@ class ServerRun:
             process = self._start(ports, repositories)
             for port in others:
                 prepare = _in_child(os.getpid(), resource.getrlimit(resource.RLIMIT_STACK))
-                self._gateway = Gateway(config.address, port, self._url(grpc_port), prepare)
+                limit_s, _ = self._stop_times
+                self._gateway = Gateway(config.address, port, self._url(grpc_port), limit_s, prepare)
             if self._wait_ready(process, http_port):
                 self._announce((*ports, *others))
             elif process.returncode is not None:
@@ -419,7 +440,7 @@ class ServerRun:
             if self._gateway is not None and self._gateway.due < math.inf:
                 raise UnavailableError("--openai-port: the gateway does not start")
             if _is_ready(process.pid, self._probe_address(), http_port) and (
-                self._gateway is None or self._gateway.listens(self._probe_address())
+                self._gateway is None or self._gateway.is_ready(self._probe_address())
             ):
                 return True
             for pid, name in stubs.look().items():
@@ -561,6 +582,18 @@ def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
     return ServerRun(config, server, backends, last).run()
 
 
+def _ip_address(text: str) -> str:
+    """An IP address, or that of a name: given a name Triton's HTTP listens where nobody reaches it."""
+    if not text:
+        raise click.BadParameter("is empty; 0.0.0.0 is every address of the machine")
+    if ":" in text:
+        return text
+    try:
+        return socket.gethostbyname(text)
+    except (OSError, UnicodeError) as error:
+        raise click.BadParameter(f"{text}: {error}") from error
+
+
 class _Command(click.Command):
     """Takes what stands behind -- as `extra_args`, apart from arguments of its own."""
 
@@ -596,7 +629,13 @@ class _Command(click.Command):
     type=PORT,
     help="Serve OpenAI's API and a chat page there too, without keys; 0 takes a free port. Default: no.",
 )
-@click.option("--address", default=LOOPBACK, show_default=True, help="Address all of them listen on.")
+@click.option(
+    "--address",
+    default=LOOPBACK,
+    show_default=True,
+    callback=lambda _context, _option, text: _ip_address(text),
+    help="Address all of them listen on.",
+)
 @click.option(
     "--load-model",
     "load_models",

@@ -20,8 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire_client import _connection as conn
 from quire_client.openai.app import GatewaySettings, create_app
 
-GRACE = 5
-"""Seconds that answers under way have to end after SIGTERM or Ctrl-C."""
+GRACE_S = 5
+"""Seconds that answers under way have to end after SIGTERM or Ctrl-C, where nothing else is said."""
 HEADER_TIMEOUT = 20.0
 """Seconds from a connection's or a request's first byte to the end of its headers."""
 MAX_CONNECTIONS = 4096
@@ -79,7 +79,7 @@ class Tls:
     key: Path
 
 
-def make_config(app: Starlette, tls: Tls | None = None) -> uvicorn.Config:
+def make_config(app: Starlette, tls: Tls | None = None, grace_s: int = GRACE_S) -> uvicorn.Config:
     """How the gateway's application is served."""
     logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logs["formatters"]["default"]["()"] = LogFormatter
@@ -94,7 +94,7 @@ def make_config(app: Starlette, tls: Tls | None = None) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=grace_s,
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,
     )
@@ -107,6 +107,7 @@ def serve(
     *,
     listening: Callable[[str], None],
     tls: Tls | None = None,
+    grace_s: int = GRACE_S,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
@@ -114,6 +115,7 @@ def serve(
         port: 0 takes a free one.
         listening: is told the base URL for clients, once connections are accepted.
         tls: None: plain HTTP.
+        grace_s: seconds that answers under way have to end after SIGTERM or Ctrl-C.
 
     Raises:
         InvalidArgument: a bad address or timeout of the server.
@@ -122,7 +124,7 @@ def serve(
     """
     for url in settings.urls:
         conn.Settings(url, settings.timeout)
-    config = make_config(create_app(settings), tls)
+    config = make_config(create_app(settings), tls, grace_s)
     if tls is not None:
         try:
             config.load()
