@@ -25,7 +25,7 @@ import yaml
 from tritonclient.grpc import InferenceServerClient
 
 from benchmarks.dashboard import ask, panels, targets
-from quire.triton.metrics import HISTOGRAMS
+from quire.triton.metrics_board import HISTOGRAMS
 from quire_client._metrics import Scrape
 from tests.e2e.conftest import write_generator, write_model
 from tests.e2e.triton_calls import Reply, TritonStream, stream

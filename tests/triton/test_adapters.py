@@ -27,7 +27,8 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import adapter_metrics, metrics  # noqa: E402
 from quire.triton.config_completion import read_engine_config  # noqa: E402
 from quire.triton.generation import Generation  # noqa: E402
-from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics  # noqa: E402
+from quire.triton.metrics import EngineMetrics, RequestMetrics  # noqa: E402
+from quire.triton.metrics_board import MetricsBoard  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402

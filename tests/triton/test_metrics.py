@@ -27,8 +27,9 @@ from tests.fixtures.fake_runner import FakeRunner
 fake_pb_utils.install()
 
 from quire.scheduling_params import SchedulingParams  # noqa: E402
-from quire.triton import metrics  # noqa: E402
-from quire.triton.metrics import HISTOGRAMS, EngineMetrics, MetricsBoard, RequestMetrics  # noqa: E402
+from quire.triton import metrics, metrics_board  # noqa: E402
+from quire.triton.metrics import EngineMetrics, RequestMetrics  # noqa: E402
+from quire.triton.metrics_board import HISTOGRAMS, MetricsBoard  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.vllm_metrics import VllmBackendMetrics, buckets_1_2_5  # noqa: E402
 from tests.fixtures.mortal_engine import Frontend as MortalFrontend  # noqa: E402
@@ -381,7 +382,7 @@ def test_what_vllm_backend_shows_is_counted_as_there(tmp_path: Path) -> None:
     assert values["vllm:prompt_tokens_total"] == 3 + 2 * 4
     assert values["vllm:generation_tokens_total"] == 20 + 2 * 10
     observed = {name: metric.observed for (name, _), metric in FakeMetricFamily.all_metrics.items()}
-    assert set(metrics.OBSERVATIONS) == {name for name, found in observed.items() if found}
+    assert set(metrics_board.OBSERVATIONS) == {name for name, found in observed.items() if found}
     assert len(observed["vllm:time_to_first_token_seconds"]) == 3
     assert len(observed["vllm:time_per_output_token_seconds"]) == 19 + 2 * 9
     assert sorted(observed["vllm:request_prompt_tokens"]) == [3, 4, 4]
@@ -432,8 +433,8 @@ def test_vllm_backend_counts_no_choice_twice_and_no_first_token_that_never_came(
 def test_the_board_sends_by_itself_histograms_too(
     board: MetricsBoard, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "PERIOD_S", 0.01)
-    monkeypatch.setattr(metrics, "HISTOGRAM_PERIOD_S", 0.05)
+    monkeypatch.setattr(metrics_board, "PERIOD_S", 0.01)
+    monkeypatch.setattr(metrics_board, "HISTOGRAM_PERIOD_S", 0.05)
     requests = RequestMetrics(board, "generator", "1")
     engine = EngineMetrics(board, directory, "generator", "1")
     board.start()

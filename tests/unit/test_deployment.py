@@ -305,7 +305,7 @@ def test_samples_fit_the_chart() -> None:
     picker = yaml.safe_load(pool["ConfigMap"]["data"]["picker.yaml"])
     names = [plugin["type"] for plugin in picker["plugins"]]
     assert {one["pluginRef"] for one in picker["schedulingProfiles"][0]["plugins"]} <= set(names)
-    metrics = (ROOT / "backend" / "quire" / "triton" / "metrics.py").read_text("utf-8")
+    metrics = (ROOT / "backend" / "quire" / "triton" / "metrics_board.py").read_text("utf-8")
     for engine in picker["plugins"][names.index("core-metrics-extractor")]["parameters"]["engineConfigs"]:
         assert all(f'"{name}"' in metrics for key, name in engine.items() if key.endswith("Spec"))
     volcano = yaml.safe_load((SAMPLES / "values" / "volcano.yaml").read_text("utf-8"))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire.adapters import AdapterStatus
-from quire.triton.metrics import MAX_ADAPTERS, Figure, MetricsBoard, known
+from quire.triton.metrics_board import MAX_ADAPTERS, Figure, MetricsBoard, known
 
 _COUNTS = {"num_hits": "quire_adapter_hits_total", "num_loads": "quire_adapter_loads_total"}
 MAX_TOLD = 400

@@ -90,7 +90,8 @@ class TritonPythonModel:
         from quire.sampling_params import defaults_from_generation_config
         from quire.triton.drain import Drain, ServerAnswer
         from quire.triton.intake import Intake
-        from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics
+        from quire.triton.metrics import EngineMetrics, RequestMetrics
+        from quire.triton.metrics_board import MetricsBoard
         from quire.triton.request_log import RequestLog
         from quire.triton.request_parser import RequestParser
         from quire.triton.request_traces import RequestTraces

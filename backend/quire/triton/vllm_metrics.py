@@ -10,7 +10,7 @@ import time
 
 from quire.frontend.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput
-from quire.triton.metrics import FINISHED, OBSERVATIONS, MetricsBoard
+from quire.triton.metrics_board import FINISHED, OBSERVATIONS, MetricsBoard
 from quire.triton.request_handle import RequestHandle
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
