@@ -42,6 +42,7 @@ from quire.server.serve import (
     MAX_HTTP_BODY,
     ServeConfig,
     bind_port,
+    gateway_exit_timeout_s,
     server_arguments,
     stop_times,
 )
@@ -449,6 +450,17 @@ def test_answers_through_the_gateway_have_the_servers_time_to_end(
     monkeypatch.setattr(gateway_server, "serve", lambda *_, grace_s, **__: seconds.append(grace_s))
     assert CliRunner().invoke(client_cli, ["openai", *arguments]).exit_code == 0
     assert seconds == [60]
+
+
+def test_the_gateway_ends_behind_the_engines_and_before_the_server() -> None:
+    found = {
+        (limit, unload): gateway_exit_timeout_s(limit, unload)
+        for limit in (0, 5, 10, 60)
+        for unload in (4.5, 7.0)
+    }
+    assert found[5, 4.5] == 5 and found[10, 7.0] == 7, "by default, before 26.04 and from there"
+    assert found[60, 4.5] == 60 and found[60, 7.0] == 57
+    assert found[0, 4.5] == found[0, 7.0] == 0
 
 
 def test_a_gateway_is_ready_when_it_has_reached_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

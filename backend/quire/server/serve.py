@@ -64,6 +64,7 @@ MAX_HTTP_BODY = 64 << 20
 # these until the timeout is over: they have what an unload takes on a busy machine, and no more.
 EXIT_TIMEOUT_S, UNLOAD_S = 10, 7.0
 OLD_EXIT_TIMEOUT_S, OLD_UNLOAD_S = 5, 4.5
+RELAY_S = 4
 STOP_GRACE_S = 1.0
 STOP_AGAIN_S = 0.2
 LEFTOVER_GRACE_S = 0.5
@@ -198,6 +199,12 @@ def stop_times(config: ServeConfig, flags: frozenset[str]) -> tuple[int, float]:
     return timeout_s if config.exit_timeout_s is None else config.exit_timeout_s, unload_s
 
 
+def gateway_exit_timeout_s(timeout_s: int, unload_s: float) -> int:
+    """Exit timeout of the gateway before a server with these `stop_times`: it has passed the engines' last
+    words on, and clients that do not read take none of the time that newer servers wait for streams."""
+    return min(timeout_s, math.ceil(max(0.0, timeout_s - unload_s)) + RELAY_S)
+
+
 def server_arguments(
     config: ServeConfig,
     flags: frozenset[str],
@@ -321,8 +328,8 @@ class ServerRun:
             process = self._start(ports, repositories)
             for port in others:
                 prepare = _in_child(os.getpid(), resource.getrlimit(resource.RLIMIT_STACK))
-                limit_s, _ = self._stop_times
-                self._gateway = Gateway(config.address, port, self._url(grpc_port), limit_s, prepare)
+                exit_timeout_s = gateway_exit_timeout_s(*self._stop_times)
+                self._gateway = Gateway(config.address, port, self._url(grpc_port), exit_timeout_s, prepare)
             if self._wait_ready(process, http_port):
                 self._announce((*ports, *others))
             elif process.returncode is not None:
