@@ -445,6 +445,24 @@ def test_a_conversation_survives_a_reload(base: str, server: FakeKServe, tmp_pat
 
 
 @needs_chromium
+def test_of_a_conversation_too_large_to_keep_the_texts_are_kept(base: str) -> None:
+    with Page(base) as page:
+        page.wait(LISTED)
+        page.run(
+            """(() => {
+              const url = "data:image/png;base64," + "A".repeat(2 ** 24);
+              const image = {type: "image_url", image_url: {url}};
+              messages = [{role: "user", content: [image, {type: "text", text: "what is it?"}]}];
+              messages.push({role: "assistant", content: "a picture"});
+              keep();
+            })()"""
+        )
+        page.reload()
+        page.wait(LISTED)
+        assert page.text(".user .text") == ["what is it?"] and page.text(".answer .text") == ["a picture"]
+
+
+@needs_chromium
 def test_calls_and_their_results_survive_a_reload(base: str, server: FakeKServe) -> None:
     with Page(base) as page:
         page.wait(LISTED)
