@@ -569,7 +569,8 @@ def test_when_serve_is_killed_tritonserver_stops_and_the_next_start_removes_what
     killed.process.wait()
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == [], "tritonserver and its stubs end with the process that served them"
-    assert f"{killed.shm_prefix}lock" in shm_of(killed.shm_prefix)
+    left = shm_of(killed.shm_prefix)
+    assert not left or f"{killed.shm_prefix}lock" in left, "none, if a server of others has started since"
 
     run_files.remove_stale()
     assert shm_of(killed.shm_prefix) == []
