@@ -199,7 +199,7 @@ def test_archives_that_are_compressed_or_claim_too_much_are_refused(genuine: Pat
         ("rope_parameters", {"rope_theta": -1.0}, "rope_theta must be a positive number"),
         ("rope_parameters", {"mrope_section": [1, 2, 3]}, "must be three numbers that make 8"),
         ("rope_parameters", {"frequency_factors": [1.0] * 3}, "has 3 entries, the head needs 8"),
-        ("eos_token_id", -5, "-5 as ids of tokens"),
+        ("eos_token_id", -5, "eos_token_id must be the id of a token or a list of them, got -5"),
         ("hidden_act", "x\n" * 10_000, "hidden_act"),
         ("tie_word_embeddings", "false", "must be true or false, got 'false'"),
         ("attention_bias", 1, "must be true or false, got 1"),

@@ -294,6 +294,17 @@ def test_eos_comes_from_generation_config_first(copy: Path) -> None:
     assert read_configs(copy)[1] == {}
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_ends_that_are_no_ids_are_refused_in_their_file(name: str, copy: Path) -> None:
+    """config.json was named for both."""
+    set_json(copy / name, eos_token_id=["2"])
+    if name == "config.json":
+        (copy / "generation_config.json").unlink()
+    said = rf"/{name}: eos_token_id must be the id of a token or a list of them, got \['2'\]"
+    with pytest.raises(CheckpointError, match=said):
+        load(copy)
+
+
 def set_json(file: Path, **values: Any) -> None:
     """Other values of keys of a JSON file; None takes a key away."""
     whole = {**json.loads(file.read_text()), **values}

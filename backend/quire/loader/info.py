@@ -10,7 +10,7 @@ from typing import Any
 from quire.errors import CheckpointError
 from quire.models.hf_config import MAX_SIZE, HFConfig, as_token_ids, read_json
 from quire_ensemble.checkpoint_files import check_directory
-from quire_ensemble.errors import one_line
+from quire_ensemble.errors import in_line, one_line
 from quire_ensemble.gguf_file import GGUFError, find_gguf, part_names
 
 
@@ -51,16 +51,26 @@ def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
         generation: of the same.
 
     Raises:
-        CheckpointError: the tokenizer's files are broken.
-        ValueError: a file names what are no ids.
+        CheckpointError: the tokenizer's files are broken, or a file names what are no ids.
     """
-    ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
+    stated = _stated_ends(hf.path.parent / "generation_config.json", generation.get("eos_token_id"))
+    ends = stated or _stated_ends(hf.path, hf.get("eos_token_id"))
     if hf.gguf is None:
         # Chat models are published with the configuration of their base, and a tokenizer that ends turns.
         ends |= as_token_ids(_tokenizer_eos(hf.path.parent))
         if not ends and "eos_token_id" not in hf.values:
             ends = as_token_ids(_default_eos(hf.get("model_type")))
     return frozenset(one for one in ends if one < hf.get("vocab_size", MAX_SIZE))
+
+
+def _stated_ends(file: Path, value: Any) -> frozenset[int]:
+    """Ids that a file has under `eos_token_id`; raises CheckpointError naming it."""
+    try:
+        return as_token_ids(value)
+    except ValueError:
+        raise CheckpointError(
+            f"{file}: eos_token_id must be the id of a token or a list of them, got {in_line(repr(value))[:80]}"
+        ) from None
 
 
 def _tokenizer_eos(directory: Path) -> Any:
