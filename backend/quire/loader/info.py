@@ -68,8 +68,9 @@ def _stated_ends(file: Path, value: Any) -> frozenset[int]:
     try:
         return as_token_ids(value)
     except ValueError:
+        shown = in_line(repr(value))[:80]
         raise CheckpointError(
-            f"{file}: eos_token_id must be the id of a token or a list of them, got {in_line(repr(value))[:80]}"
+            f"{file}: eos_token_id must be the id of a token or a list of them, got {shown}"
         ) from None
 
 
