@@ -77,6 +77,11 @@ def lines() -> Iterator[str]:
         "config.pbtxt; see [configuration.md](configuration.md). Made from `backend/quire/config.py` by "
         "`make status`."
     )
+    yield ""
+    yield (
+        "Models whose engine keys are equal share one engine: what is written into the quire.json of `generator` belongs into that of "
+        "`generator_unary`, too, or the second one gets an engine, weights and cache of its own. `--option` writes both."
+    )
     for part, title in PARTS.items():
         yield from (
             "",
@@ -103,11 +108,12 @@ def lines() -> Iterator[str]:
         yield f"| `{name}` | the key of that name{'; ' * bool(values)}{', '.join(values)} |"
     for name, ours in sorted(vllm_config._RENAMED.items()):
         yield f"| `{name}` | `{ours}` |"
-    yield "| `quantization` | what the checkpoint's weights are; else refused: our key of that name does it at load |"
+    yield "| `quantization` | what the checkpoint's weights are; else refused: the parameter `quantization` of config.pbtxt does it at load |"
     for name in sorted(vllm_config._ONE):
         yield f"| `{name}` | 1 alone |"
     for name in sorted(vllm_config._WITHOUT_EFFECT):
         yield f"| `{name}` | without effect, named in a log line |"
+    yield from VLLM_REFUSED
     yield from TENSORRT_LLM
     yield from _of_files()
 
@@ -183,7 +189,7 @@ def _of_files() -> Iterator[str]:
     yield f"| | {_listed(_UNUSED_DEFAULTS)} | not used; a log line names those that are set |"
     yield f"| | {_listed(GENERATION_WITHOUT_EFFECT)} | without effect: of beams, encoders, an answer's form, caches, speculation |"
     yield "| tokenizer_config.json | all | transformers reads them; `eos_token` and `added_tokens_decoder` end sequences, too |"
-    yield "| GGUF, of the architecture | `embedding_length`, `block_count`, `attention.head_count`, `rope.freq_base` and others | read; a log line names those that are not |"
+    yield "| GGUF, of the architecture | sizes, heads, norms, experts, `sliding_window`, `rope.*` | read; a log line at the load names each key that is not, so what it does not name is read |"
     yield f"| | {_listed('rope.scaling.' + key for key in gguf_metadata._UNSUPPORTED_SCALING)} | refused where they change something |"
     yield "| GGUF, `tokenizer.ggml.*` | `model`, `pre`, `tokens`, `token_type`, `scores`, `merges`, ids of special tokens, `add_*`, `tokenizer.chat_template` | read; others, and `general.*`, have no effect |"
     yield f"| adapter_config.json | {_listed(adapter._KNOWN)} | read, or of training |"
@@ -191,6 +197,13 @@ def _of_files() -> Iterator[str]:
     yield "| | others | not used; a log line names those that are set |"
 
 
+VLLM_REFUSED = (
+    "",
+    "Of those that are refused some have a counterpart, as parameters of config.pbtxt: `speculative_config`: `num_draft_tokens`, `draft_model`. "
+    "`scheduling_policy`: `queue_policy`. `tool_call_parser`: `tool_parser`. `kv_transfer_config`: `kv_connector`. `swap_space` has no effect; "
+    "`host_cache_memory` is memory for blocks beside the device. What a file does not state has our default, for example `max_num_seqs` 64 and "
+    "`max_num_batched_tokens` 512.",
+)
 TENSORRT_LLM = (
     "",
     "## TensorRT-LLM's parameters of config.pbtxt",
@@ -216,6 +229,9 @@ TENSORRT_LLM = (
     "| `gpu_device_ids`, `participant_ids` | `instance_group` of config.pbtxt; `tensor_parallel_size` |",
     "| `exclude_input_in_output` | a parameter of a request |",
     "| `cancellation_check_period_ms`, `stats_check_period_ms`, `recv_poll_period_ms` | none: nothing to set |",
+    "| `max_attention_window_size`, `sink_token_length` | the checkpoint's own window and sinks |",
+    "| `cuda_graph_mode` | on by itself on a GPU; `enforce_eager` switches it off |",
+    "| all others | leave them out: there is nothing to set |",
 )
 
 
