@@ -84,7 +84,7 @@ def test_a_larger_model_in_a_process_of_its_own(larger: Path, quantization: str 
     """An engine as it is served, of 85 M weights, beside the command and its figures; the others above are
     part of this clause, and compare as this does."""
     values = {**MEMORY, "cpu_memory_utilization": 0.02, "quantization": quantization}
-    settings = [f"--set={key}={value}" for key, value in values.items() if value is not None]
+    settings = [f"--option={key}={value}" for key, value in values.items() if value is not None]
     with patch("quire.worker.kv_cache.available_memory", return_value=FREE):
         answer = CliRunner().invoke(main, ["plan", str(larger), "--json", *settings])
     assert answer.exit_code == 0, answer.output
@@ -180,21 +180,21 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path, checkpoints: dict[str,
         ):
             assert sum(expected in problem for problem in document["problems"]) == 1, expected
         assert "kv_cache_memory does not count, as num_blocks is stated too" in document["advice"]
-    status, (document,) = plan(str(model / "1" / "quire.json"), "--set", "max_model_len=2000")
+    status, (document,) = plan(str(model / "1" / "quire.json"), "--option", "max_model_len=2000")
     assert status == 1 and "one sequence of max_model_len=2000 needs 125 blocks" in str(document["problems"])
     assert "exceeds" not in str(document["problems"])
 
     # What contradicts the memory, and the machine.
     llama = str(checkpoints["llama"])
-    status, (document,) = plan(llama, "--set", "num_blocks=7")
+    status, (document,) = plan(llama, "--option", "num_blocks=7")
     assert status == 1 and "max_model_len=2048 needs 128 blocks" in document["problems"][0]
-    status, (document,) = plan(llama, "--set", "num_blocks=200", "--set", "max_num_batched_tokens=8")
+    status, (document,) = plan(llama, "--option", "num_blocks=200", "--option", "max_num_batched_tokens=8")
     assert status == 0 and not document["problems"]
     assert "holds 1 sequences of max_model_len=2048" in str(document["advice"])
     assert "max_num_batched_tokens=8 is below max_num_seqs=64" in str(document["advice"])
     status, (document,) = plan(llama, "--memory", "1MiB")
     assert status == 1 and "cpu_memory_utilization=0.25 gives a KV cache of 0 blocks" in str(document)
-    status, (document,) = plan(llama, "--set", "host_cache_memory=2GiB", "--memory", "1GiB")
+    status, (document,) = plan(llama, "--option", "host_cache_memory=2GiB", "--memory", "1GiB")
     assert status == 1 and "host_cache_memory" in str(document["problems"])
 
     # With a target: how many at a time.

@@ -244,7 +244,7 @@ def test_command_line(tmp_path: Path) -> None:
         return result.output
 
     mix = ["--tenants", "a=1,b=1", "--priorities", "0=1,5=1"]
-    size = ["--requests", "30", "--rate", "20", "--set", "num_blocks=300"]
+    size = ["--requests", "30", "--rate", "20", "--option", "num_blocks=300"]
     output = run("simulate", *size, *mix, "--record", str(trace))
     assert "30 requests (0 refused)" in output and "tenant" in output
     assert "of 30 requests are the same" in run("trace", "replay", str(trace))
@@ -261,6 +261,6 @@ def test_command_line(tmp_path: Path) -> None:
     wrong[9]["scheduled"][0][1] += 1
     trace.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in wrong))
     assert f"step {wrong[9]['step']}: recorded" in run("trace", "replay", str(trace), exit_code=1)
-    assert "max_num_sequences" in run("simulate", "--set", "max_num_sequences=3", exit_code=1)
-    assert "KEY=VALUE" in run("simulate", "--set", "max_num_seqs", exit_code=2)
+    assert "max_num_sequences" in run("simulate", "--option", "max_num_sequences=3", exit_code=1)
+    assert "KEY=VALUE" in run("simulate", "--option", "max_num_seqs", exit_code=2)
     assert "--cost" in run("simulate", "--cost", "free", exit_code=2)

@@ -27,7 +27,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
 
 @click.command()
 @click.argument("path")
-@click.option("--set", "settings", multiple=True, help="A configuration key, such as kv_cache_dtype=int8.")
+@click.option("--option", "settings", multiple=True, help="A configuration key, such as kv_cache_dtype=int8.")
 @click.option("--memory", callback=_bytes, help="Free bytes of the host or the GPU, such as 80GiB.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Else that of the configuration.")
 @click.option("--tokens", "lengths", multiple=True, type=click.IntRange(1), help="Lengths of sequences.")

@@ -49,7 +49,7 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
 @click.command()
 @click.argument("checkpoint")
 @click.option("--text", "text_file", type=_file, help="A text; else what `quire quantize` measures with.")
-@click.option("--set", "settings", multiple=True, help="A configuration key, such as quantization=w8a8.")
+@click.option("--option", "settings", multiple=True, help="A configuration key, such as quantization=w8a8.")
 def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...]) -> None:
     """Measure how well a checkpoint foretells a text, as the engine would serve it.
 

@@ -60,7 +60,7 @@ def _shares(text: str) -> dict[str, float]:
     "--cost", default="h100-8b", show_default=True, help=f"{', '.join(PRESETS)}, fit (of --trace) or JSON."
 )
 @click.option("--config", type=click.Path(exists=True, path_type=Path), help="A quire.json.")
-@click.option("--set", "settings", multiple=True, help="A configuration key, such as max_num_seqs=256.")
+@click.option("--option", "settings", multiple=True, help="A configuration key, such as max_num_seqs=256.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write the trace of the simulation.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def simulate(
