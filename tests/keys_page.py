@@ -147,25 +147,34 @@ _READERS = (
 
 
 def config_keys() -> tuple[set[str], set[str]]:
-    """Keys of transformers' classes of all text models that are served: those our code names, and the rest."""
+    """Keys of files that our code names, and keys of transformers' classes of text models that it does not."""
     import transformers
 
     from quire.models.registry import ARCHITECTURES
 
-    named, known = set(_FORMED), set[str]()
+    named, known = set(_FORMED), set(OLDER)
     for file in (file for place in map(ROOT.joinpath, _READERS) for file in (*place.rglob("*.py"), place)):
         if file.suffix == ".py":
-            named |= {one.value for one in ast.walk(ast.parse(file.read_text("utf-8"))) if _is_name(one)}
+            nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+            named |= {one.value for one in nodes if _is_name(one)}
+            known |= {key for key in map(_asked_for, nodes) if key and not key.startswith("vision")}
     for architecture in ARCHITECTURES:
         if (kind := getattr(transformers, architecture, None)) is not None:
             values = kind.config_class().get_text_config().to_dict()
             known |= {name for name in values if not name.endswith("_config")}
-    assert named >= OLDER, OLDER - named
-    return (known | OLDER) & named, known - named
+    return known & named, known - named
 
 
 def _is_name(node: ast.AST) -> TypeGuard[ast.Constant]:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+
+
+def _asked_for(node: ast.AST) -> str:
+    """The key in `hf.get("key")` and the like; empty: it is another node."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return ""
+    of_file = isinstance(node.func.value, ast.Name) and node.func.value.id == "hf"
+    return str(node.args[0].value) if of_file and _is_name(node.args[0]) else ""
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -191,7 +200,7 @@ def _of_files() -> Iterator[str]:
     yield "| tokenizer_config.json | all | transformers reads them; `eos_token` and `added_tokens_decoder` end sequences, too |"
     yield "| GGUF, of the architecture | sizes, heads, norms, experts, `sliding_window`, `rope.*` | read; a log line at the load names each key that is not, so what it does not name is read |"
     yield f"| | {_listed('rope.scaling.' + key for key in gguf_metadata._UNSUPPORTED_SCALING)} | refused where they change something |"
-    yield "| GGUF, `tokenizer.ggml.*` | `model`, `pre`, `tokens`, `token_type`, `scores`, `merges`, ids of special tokens, `add_*`, `tokenizer.chat_template` | read; others, and `general.*`, have no effect |"
+    yield "| GGUF, `tokenizer.ggml.*` | `model`, `pre`, `tokens`, `token_type`, `scores`, `merges`, ids of special tokens, `add_*`, `tokenizer.chat_template` | read, as is `general.architecture`; others of both have no effect |"
     yield f"| adapter_config.json | {_listed(adapter._KNOWN)} | read, or of training |"
     yield f"| | {_listed(adapter._UNSUPPORTED)}, other values of `peft_type` and `bias` | refused |"
     yield "| | others | not used; a log line names those that are set |"
@@ -231,7 +240,11 @@ TENSORRT_LLM = (
     "| `cancellation_check_period_ms`, `stats_check_period_ms`, `recv_poll_period_ms` | none: nothing to set |",
     "| `max_attention_window_size`, `sink_token_length` | the checkpoint's own window and sinks |",
     "| `cuda_graph_mode` | on by itself on a GPU; `enforce_eager` switches it off |",
+    "| `FORCE_CPU_ONLY_INPUT_TENSORS` | Triton's own: it may stay |",
     "| all others | leave them out: there is nothing to set |",
+    "",
+    "Begin with a config.pbtxt of two lines ([example](../model_repository/README.md#coming-from-vllm_backend-or-tensorrt-llm)). `preprocessing`, "
+    "`postprocessing`, `tensorrt_llm_bls` and `ensemble` have no counterpart: one generator does the work of all.",
 )
 
 
