@@ -185,8 +185,18 @@ def measure(server: ServerProcess) -> tuple[list[Seen], Scrape]:
         assert client.is_server_live()
         seen = list(pool.map(ask, range(10)))
     assert all(one.reply.error is None for one in seen)
-    samples = scrape_until(server, lambda found: found.total("quire_request_seconds_count") == 10)
+    samples = scrape_until(server, is_whole)
     return seen, samples
+
+
+def is_whole(found: Scrape) -> bool:
+    """Whether a scrape has all of ten requests: figures come one by one, and some may be on their way."""
+    whole = found.total("quire_request_seconds_sum")
+    parts = [f"quire_{part}_seconds" for part in ("queue", "prefill", "decode")]
+    counted = {found.total(f"{name}_count") for name in ("quire_request_seconds", *parts)}
+    return counted == {10.0} and sum(found.total(f"{one}_sum") for one in parts) == pytest.approx(
+        whole, rel=1e-3
+    )
 
 
 @pytest.mark.row("G1", clauses=("histograms",))
