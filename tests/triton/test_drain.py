@@ -318,6 +318,21 @@ def test_a_no_is_one_that_comes_twice_and_at_once_from_who_said_yes(
         one.close()
 
 
+def test_a_server_that_took_long_to_start_is_found_by_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pause between two searches had grown to seconds by then; a model that was unloaded within them had
+    its streams go on to their ends."""
+    server, listeners = Scripted(200), []
+    monkeypatch.setattr("psutil.Process.net_connections", lambda self, kind: listeners)
+    answer = ServerAnswer("generator", "1", os.getpid())
+    for _ in range(8):
+        assert not answer._search()
+    listeners.append(SimpleNamespace(status=psutil.CONN_LISTEN, laddr=("127.0.0.1", server.http.server_port)))
+    assert answer.ask() is True
+    server.close()
+
+
 @pytest.mark.parametrize("error", [None, psutil.AccessDenied(), OSError(24, "Too many open files")])
 def test_without_an_http_port_nothing_is_known_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None

@@ -27,6 +27,7 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
+from tests.fixtures.frontend import join_restarter  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402
 
 WAIT_S = 60.0
@@ -83,6 +84,8 @@ def make(tmp_path: Path) -> Iterator[Callable[[], tuple[Engines, Responder]]]:
         served.stop()
         served.join(WAIT_S)
         assert not served.is_alive()
+        engines.allowed.release()
+        join_restarter(served.engine)
         engines.kill()
         engines.router.close()
         engines.context.term()

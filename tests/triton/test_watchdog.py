@@ -35,6 +35,7 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.frontend import TritonPythonModel  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
 from tests.fixtures.fake_runner import FakeRunner  # noqa: E402
+from tests.fixtures.frontend import join_restarter  # noqa: E402
 
 WATCHDOG_S = 5.0
 
@@ -72,8 +73,8 @@ class Watched:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.client._closed.set()
         self.client.close()
+        join_restarter(self.client)
         self.directory.close()
         self.context.destroy(0)
 

@@ -112,6 +112,8 @@ class EngineClient:
         self._lock = threading.Lock()
         """Held while the next engine's connection changes hands: it is received, or closed."""
         self._successor: Connected | None = None
+        self._restarter: threading.Thread | None = None
+        """Thread that calls `connect`, maybe long after `close`. The ZeroMQ context must outlive it."""
 
     def wake(self) -> None:
         """Ends a `wait`, or the next one. Called from any thread."""
@@ -231,10 +233,11 @@ class EngineClient:
         self._next_attempt = time.monotonic()
         if self._has_answered or time.monotonic() - self._connected_at >= SOUND_S:
             self._num_restarts = 0
+        self._restarter = threading.Thread(
+            target=self._restart, args=(connection.address,), name="quire-restart", daemon=True
+        )
         try:
-            threading.Thread(
-                target=self._restart, args=(connection.address,), name="quire-restart", daemon=True
-            ).start()
+            self._restarter.start()
         except RuntimeError as error:  # what was in flight must be ended all the same
             self._give_up(f"the engine process died and no other can be started: {error}")
 

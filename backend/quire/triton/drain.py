@@ -111,6 +111,8 @@ class ServerAnswer(threading.Thread):
         if self._address is not None:
             status, _ = self._get(self._address)
             return True if status == 200 else False if status in _NO else None
+        if not self._num_vain:  # the first request: the server is open by now, however long it took to start
+            self._pause_s, self._next_search = SEARCH_S, 0.0
         if time.monotonic() >= self._next_search and self._search():
             return True
         self._num_vain += 1
