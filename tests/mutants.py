@@ -675,8 +675,8 @@ _MODELS = (
     Mutant(
         "the generation configuration's ends are ignored",
         "backend/quire/loader/info.py",
-        'ends = stated or _stated_ends(hf.path, hf.get("eos_token_id"))',
-        'ends = _stated_ends(hf.path, hf.get("eos_token_id"))',
+        'ends = stated or _token_ids(hf.path, hf.get("eos_token_id"))',
+        'ends = _token_ids(hf.path, hf.get("eos_token_id"))',
         ("tests/unit/test_loader.py::test_eos_comes_from_generation_config_first",),
     ),
 )

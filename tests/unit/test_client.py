@@ -23,6 +23,7 @@ import pytest
 from click.testing import CliRunner
 from tritonclient.grpc import service_pb2
 
+from quire.server import healthcheck
 from quire_client import (
     AsyncClient,
     AsyncStream,
@@ -84,8 +85,9 @@ def test_a_server_of_this_machine_is_not_asked_by_a_proxy(
     for host in ("127.0.0.1", "localhost"):
         with Client(f"{host}:{port}") as client:
             assert client.generate("tokens 2").text == "t0 t1 "
-    assert ("grpc.enable_http_proxy", 0) in conn.Settings("[::1]:8001").options
-    assert ("grpc.enable_http_proxy", 0) not in conn.Settings("localhost.example.com:8001").options
+    for url, is_near in (("[::1]:8001", True), ("localhost.a.com:8001", False), ("10.0.0.1:8001", False)):
+        assert (("grpc.enable_http_proxy", 0) in conn.Settings(url).options) == is_near
+        assert bool(healthcheck.NEAR.match(url)) == is_near, "a server behind a proxy was not reached"
 
 
 def test_keywords_become_the_tensors_the_model_declares(client: Client) -> None:

@@ -305,6 +305,15 @@ def test_ends_that_are_no_ids_are_refused_in_their_file(name: str, copy: Path) -
         load(copy)
 
 
+def test_an_end_of_the_tokenizer_that_is_no_id_is_refused_in_its_file(copy: Path) -> None:
+    """config.json was named."""
+    (copy / "generation_config.json").unlink()
+    set_json(copy / "tokenizer_config.json", eos_token="</s>")
+    set_json(copy / "tokenizer.json", added_tokens=[{"content": "</s>", "id": "2"}])
+    with pytest.raises(CheckpointError, match=r"/tokenizer.json: eos_token '</s>' must be the id .* got '2'"):
+        load(copy)
+
+
 def set_json(file: Path, **values: Any) -> None:
     """Other values of keys of a JSON file; None takes a key away."""
     whole = {**json.loads(file.read_text()), **values}

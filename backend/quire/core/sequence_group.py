@@ -60,20 +60,20 @@ class SequenceGroup:
         request: Request,
         result: RowOutput,
         roster: Roster,
-        apply_result: ApplyResult,
+        apply: ApplyResult,
         complete: Complete,
     ) -> list[EngineCoreOutput]:
         """Takes in the result of a row that has sampled; returns the outputs for the caller.
 
         Args:
-            apply_result, complete: the scheduler's methods, given each time so that no cycle keeps an
+            apply, complete: the scheduler's methods, given each time so that no cycle keeps an
                 engine alive.
         """
-        others = [] if self.has_forked else self._fork(request, result.choices, roster, apply_result)
-        return [apply_result(request, result), *others]
+        others = [] if self.has_forked else self._fork(request, result.choices, roster, apply)
+        return [apply(request, result), *others]
 
     def _fork(
-        self, parent: Request, drawn: list[RowOutput], roster: Roster, apply_result: ApplyResult
+        self, parent: Request, drawn: list[RowOutput], roster: Roster, apply: ApplyResult
     ) -> list[EngineCoreOutput]:
         """Makes each choice but the first, which the parent becomes, a request that has the prompt alone."""
         self.has_forked = True
@@ -83,7 +83,7 @@ class SequenceGroup:
             child = self._choice(parent, index, [])
             # Not by what the parent has computed: its next row may be in flight.
             roster.fork(parent, child, parent.num_prompt_tokens)
-            outputs.append(apply_result(child, first))
+            outputs.append(apply(child, first))
         return outputs
 
     def resume(self, parent: Request, outputs: dict[int, list[int]], roster: Roster) -> None:
@@ -192,7 +192,7 @@ class BeamSearch(SequenceGroup):
         request: Request,
         result: RowOutput,
         roster: Roster,
-        apply_result: ApplyResult,
+        apply: ApplyResult,
         complete: Complete,
     ) -> list[EngineCoreOutput]:
         """Takes the candidates of a beam, best first behind one that stands for the sampled token.

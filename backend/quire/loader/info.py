@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError
-from quire.models.hf_config import MAX_SIZE, HFConfig, as_token_ids, read_json
+from quire.models.hf_config import MAX_SIZE, HFConfig, read_json
 from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.errors import in_line, one_line
 from quire_ensemble.gguf_file import GGUFError, find_gguf, part_names
@@ -53,46 +53,47 @@ def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
     Raises:
         CheckpointError: the tokenizer's files are broken, or a file names what are no ids.
     """
-    stated = _stated_ends(hf.path.parent / "generation_config.json", generation.get("eos_token_id"))
-    ends = stated or _stated_ends(hf.path, hf.get("eos_token_id"))
+    stated = _token_ids(hf.path.parent / "generation_config.json", generation.get("eos_token_id"))
+    ends = stated or _token_ids(hf.path, hf.get("eos_token_id"))
     if hf.gguf is None:
         # Chat models are published with the configuration of their base, and a tokenizer that ends turns.
-        ends |= as_token_ids(_tokenizer_eos(hf.path.parent))
+        ends |= _tokenizer_eos(hf.path.parent)
         if not ends and "eos_token_id" not in hf.values:
-            ends = as_token_ids(_default_eos(hf.get("model_type")))
+            ends = _token_ids(hf.path, _default_eos(hf.get("model_type")))
     return frozenset(one for one in ends if one < hf.get("vocab_size", MAX_SIZE))
 
 
-def _stated_ends(file: Path, value: Any) -> frozenset[int]:
-    """Ids that a file has under `eos_token_id`; raises CheckpointError naming it."""
-    try:
-        return as_token_ids(value)
-    except ValueError:
+def _token_ids(file: Path, value: Any, key: str = "eos_token_id") -> frozenset[int]:
+    """Ids that a file states: one, a list of them, or None. Raises CheckpointError naming file and key."""
+    if value is None:
+        return frozenset()
+    ids = value if isinstance(value, list) else [value]
+    if any(type(one) is not int or not 0 <= one < MAX_SIZE for one in ids):
         shown = in_line(repr(value))[:80]
-        raise CheckpointError(
-            f"{file}: eos_token_id must be the id of a token or a list of them, got {shown}"
-        ) from None
+        raise CheckpointError(f"{file}: {key} must be the id of a token or a list of them, got {shown}")
+    return frozenset(ids)
 
 
-def _tokenizer_eos(directory: Path) -> Any:
-    """The id of a tokenizer's `eos_token`; None: there is none, or it is no added token."""
+def _tokenizer_eos(directory: Path) -> frozenset[int]:
+    """The id of a tokenizer's `eos_token`; empty: there is none, or it is no added token."""
     files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     configs = [read_json(file) for file in files if file.exists()]
     named = [config["eos_token"] for config in configs if config.get("eos_token")]
-    whole = directory / "tokenizer.json"
+    source, whole = files[0], directory / "tokenizer.json"
     if not named:
-        return None
+        return frozenset()
     try:
         token = named[0]["content"] if isinstance(named[0], dict) else named[0]
         added = [(one["content"], int(at)) for at, one in configs[0].get("added_tokens_decoder", {}).items()]
         if not added and whole.exists():
-            text = whole.read_text(encoding="utf-8")
+            source, text = whole, whole.read_text(encoding="utf-8")
             begin = text.index("[", text.index('"added_tokens"'))
             # They stand at the beginning; behind them are megabytes.
             added = [(one["content"], one["id"]) for one in json.JSONDecoder().raw_decode(text, begin)[0]]
+        value = dict(added).get(token)
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{directory}: its tokenizer cannot be read: {one_line(error)}") from None
-    return dict(added).get(token)
+    return _token_ids(source, value, f"eos_token {in_line(repr(token))[:80]}")
 
 
 def _default_eos(model_type: Any) -> Any:

@@ -155,13 +155,3 @@ class HFConfig:
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise self.error(f"architectures must name the model's class, got {names!r}")
         return names[0]
-
-
-def as_token_ids(value: Any) -> frozenset[int]:
-    """An id, a list of ids or None as a set; raises ValueError."""
-    if value is None:
-        return frozenset()
-    ids = value if isinstance(value, list) else [value]
-    if any(type(one) is not int or not 0 <= one < MAX_SIZE for one in ids):
-        raise ValueError(f"{value!r:.80} as ids of tokens")
-    return frozenset(ids)

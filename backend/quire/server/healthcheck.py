@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import sys
 import time
 from typing import Any
@@ -19,6 +20,9 @@ import click
 
 PAUSE_S = 0.2
 GRPC_MARGIN_S = 1.0
+NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
+"""Addresses of this machine, to which no proxy of the environment leads. `quire_client` has the same rule:
+neither package needs the other."""
 FULL = "the queue is full"
 """Part of the error of a frontend that has too many unread requests to take another."""
 
@@ -85,7 +89,8 @@ def _ask(url: str, model: str, deadline: float) -> str:
     tensor = grpcclient.InferInput("cache_control", [1], "BYTES")
     tensor.set_data_from_numpy(np.array(['{"command": "health"}'], dtype=np.object_))
     text = ""
-    client = grpcclient.InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
+    channel_args = [("grpc.enable_http_proxy", 0)] if NEAR.match(url) else []
+    client = grpcclient.InferenceServerClient(url, channel_args=channel_args)
     finished = False
     try:
         # gRPC's own end of time is only for what hangs in there: the queue's is told in our words.

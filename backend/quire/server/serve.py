@@ -124,16 +124,20 @@ class ServeConfig:
         self._check_ports()
         _check_extra_args(self.extra_args, has_gateway=self.openai_port is not None)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """Ports to listen on, by option: HTTP, gRPC, metrics, and the gateway's where there is one."""
+        ports = {
+            "--http-port": self.http_port,
+            "--grpc-port": self.grpc_port,
+            "--metrics-port": self.metrics_port,
+        }
+        return ports if self.openai_port is None else {**ports, "--openai-port": self.openai_port}
+
     def _check_ports(self) -> None:
         """Raises ConfigError for a port that is stated twice: a held port can be held again."""
-        named = (
-            ("--http-port", self.http_port),
-            ("--grpc-port", self.grpc_port),
-            ("--metrics-port", self.metrics_port),
-            ("--openai-port", self.openai_port),
-        )
         owners: dict[int, str] = {}
-        for option, port in named:
+        for option, port in self.ports.items():
             if port and owners.setdefault(port, option) != option:
                 raise ConfigError(f"{option}: {port} is {owners[port]}, too (0 takes a free one)")
 
@@ -309,16 +313,9 @@ class ServerRun:
         for number in caught - {signal.SIGCHLD}:
             signal.signal(number, self._leave)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        wanted = [
-            (config.http_port, "--http-port"),
-            (config.grpc_port, "--grpc-port"),
-            (config.metrics_port, "--metrics-port"),
-        ]
-        if config.openai_port is not None:
-            wanted.append((config.openai_port, "--openai-port"))
         holders: list[socket.socket] = []
         try:
-            for port, option in wanted:
+            for option, port in config.ports.items():
                 holders.append(bind_port(config.address, port, option))
             http_port, grpc_port, metrics_port, *others = (holder.getsockname()[1] for holder in holders)
             ports = (http_port, grpc_port, metrics_port)

@@ -16,6 +16,8 @@ MEMORY_S = 30.0
 """Busy seconds after which a step counts 1/e of the latest in the estimates."""
 MIN_DEPARTURES = 8.0
 """Fewest remembered departures from which requests are refused by when a seat comes free."""
+MIN_HINT_DEPARTURES = 1.0
+"""Fewest from which a refusal says when to try again: a rough time is better than none."""
 SIGMAS = 2.33
 """Standard deviations above the mean that admission allows for: requests end at random, and by the mean every
 second one would be late."""
@@ -158,8 +160,8 @@ class AdmissionControl:
             )
 
     def _departure_s(self) -> float | None:
-        """Busy seconds per departure, for those who are refused anyway; None: less than one is remembered."""
-        return self._seconds / self._departures if self._departures >= 1.0 else None
+        """Busy seconds per departure, for those who are refused anyway; None: too few are remembered."""
+        return self._seconds / self._departures if self._departures >= MIN_HINT_DEPARTURES else None
 
     def _fit(self) -> tuple[float, float]:
         """a and b by least squares, none below 0; where the steps do not tell them apart, all is b."""
