@@ -57,7 +57,7 @@ NOBODY = "quire-admin=no\nbody"
 value would be in the command line, which every user of the machine can read."""
 
 MAX_HTTP_BODY = 64 << 20
-"""Bytes of one HTTP request's body that are tested to be answered. Servers from 25.07 on refuse more."""
+"""Bytes of one HTTP request's body that are tested to be answered. Servers from 25.10 on refuse more."""
 # The way from SIGTERM to our exit: requests in flight go on until UNLOAD_S before --exit-timeout, then the
 # engines end them and Triton unloads; what is left after the grace is killed. Servers from 26.09 on wait for
 # each unload in whole seconds: eleven models take 4 to 5 s. Servers before 26.04 leak streams, and wait for
