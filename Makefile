@@ -88,6 +88,7 @@ constraints: $(STAMP)
 
 status: $(STAMP)
 	@$(PY) -m tests.keys_page > docs/keys.md
+	@$(PY) -m tests.parameters_page > docs/parameters.md
 	@$(PY) -m tests.rows --status
 
 clean:

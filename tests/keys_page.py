@@ -108,7 +108,7 @@ def lines() -> Iterator[str]:
         yield f"| `{name}` | the key of that name{'; ' * bool(values)}{', '.join(values)} |"
     for name, ours in sorted(vllm_config._RENAMED.items()):
         yield f"| `{name}` | `{ours}` |"
-    yield "| `quantization` | what the checkpoint's weights are; else refused: the parameter `quantization` of config.pbtxt does it at load |"
+    yield "| `quantization` | must name what the checkpoint's weights are; the parameter `quantization` of config.pbtxt quantises at load |"
     for name in sorted(vllm_config._ONE):
         yield f"| `{name}` | 1 alone |"
     for name in sorted(vllm_config._WITHOUT_EFFECT):
@@ -217,8 +217,7 @@ TENSORRT_LLM = (
     "",
     "## TensorRT-LLM's parameters of config.pbtxt",
     "",
-    "A config.pbtxt of `tensorrt_llm` names an engine that was built for one GPU. A parameter of it under "
-    '`backend: "quire"` is refused by name; what to write in its place:',
+    'A parameter of a `tensorrt_llm` model under `backend: "quire"` is refused by name; what to write in its place:',
     "",
     "| parameter | here |",
     "| --- | --- |",
@@ -232,6 +231,7 @@ TENSORRT_LLM = (
     "| `enable_chunked_context` | chunked prefill always; `max_num_batched_tokens` bounds a step |",
     "| `batch_scheduler_policy` | none: a request is admitted when its prompt fits, and preempted if need be |",
     "| `max_queue_size` | `max_waiting_requests` |",
+    "| `max_queue_delay_microseconds`, `dynamic_batching` | none: a step batches what is ready |",
     "| `max_beam_width` | `beam_width` of a request |",
     "| `decoding_mode`, `lookahead_*`, `medusa_choices`, `eagle_choices` | `num_draft_tokens`, `draft_model` |",
     "| `lora_cache_*`, `lora_prefetch_dir` | `enable_lora`, `max_loras`, `max_cpu_loras`, `lora_modules`, `lora_root` |",
@@ -243,8 +243,8 @@ TENSORRT_LLM = (
     "| `FORCE_CPU_ONLY_INPUT_TENSORS` | Triton's own: it may stay |",
     "| all others | leave them out: there is nothing to set |",
     "",
-    "Begin with a config.pbtxt of two lines ([example](../model_repository/README.md#coming-from-vllm_backend-or-tensorrt-llm)). `preprocessing`, "
-    "`postprocessing`, `tensorrt_llm_bls` and `ensemble` have no counterpart: one generator does the work of all.",
+    "What becomes of the folders `preprocessing`, `tensorrt_llm`, `postprocessing`, `tensorrt_llm_bls` and `ensemble`: "
+    "[before and after](parameters.md#a-tensorrt-llm-repository-before-and-after).",
 )
 
 

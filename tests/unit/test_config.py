@@ -11,8 +11,9 @@ from quire import config
 from quire.config import EngineConfig, TenantLimits, load_config_file
 from quire.converters import unless_none
 from quire.errors import ConfigError
+from quire.triton import dialects
 from quire.triton.config_completion import read_engine_config, shows_vllm_metrics
-from tests import keys_page
+from tests import keys_page, parameters_page
 from tests.rows import ROOT
 
 
@@ -162,6 +163,11 @@ def test_config_file(tmp_path: Path) -> None:
 
 def test_the_page_of_keys_is_of_this_code() -> None:
     assert (ROOT / "docs" / "keys.md").read_text("utf-8") == keys_page.page(), "make status"
+
+
+def test_the_page_of_parameters_is_of_this_code() -> None:
+    assert (ROOT / "docs" / "parameters.md").read_text("utf-8") == parameters_page.page(), "make status"
+    assert set(parameters_page.TENSORRT_LLM_TENSORS) == set(dialects._TENSORS)
 
 
 def test_every_key_of_a_text_model_is_read_or_changes_nothing() -> None:
