@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.e2e.triton_calls import TritonStream, stream
 from tests.fault.test_engine_death import LONG, MAX_TOKENS, WAIT_S, engines, read_all, start_streams
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import MODEL_REPOSITORY, STOP_S, ServerProcess
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -37,13 +37,6 @@ EXPLICIT = (
     "--grpc-restricted-protocol=model-repository:control=open",
 )
 SHORT = {**LONG, "max_tokens": 8}
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 class Site:
@@ -117,7 +110,7 @@ def test_unloading_during_streams_and_loading_another_checkpoint(
     # engine serves both once more, the old one ends.
     (tmp_path / "repository" / "generator_unary" / "1" / "quire.json").touch()
     site.load("generator_unary")
-    until(lambda: len(engines(site.server)) == 1, "the old engine ends with its last model")
+    wait_until(lambda: len(engines(site.server)) == 1, "the old engine ends with its last model")
     assert site.tokens("generator_unary") == after == site.tokens("generator")
 
     # Orders that nobody plans: unloaded twice, and while it is being loaded.
@@ -131,7 +124,7 @@ def test_unloading_during_streams_and_loading_another_checkpoint(
     assert not loading.is_alive()
     for model in ("generator", "generator_unary"):
         site.unload(model)
-    until(lambda: not engines(site.server), "no model is loaded, and no engine is left")
+    wait_until(lambda: not engines(site.server), "no model is loaded, and no engine is left")
     site.load("generator")
     assert site.tokens("generator") == after
     calls = start_streams(site.server, 8)
@@ -193,7 +186,7 @@ def test_sigterm_while_models_are_loaded(tmp_path: Path, times: int) -> None:
 
     starting = threading.Thread(target=start)
     starting.start()
-    until(lambda: server.process is not None and engines(server), "an engine is being started")
+    wait_until(lambda: server.process is not None and engines(server), "an engine is being started")
     for _ in range(times):
         server.process.terminate()  # type: ignore[union-attr]
     starting.join(WAIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +23,8 @@ from quire.triton import drain  # noqa: E402
 from quire.triton.drain import Drain, ServerAnswer  # noqa: E402
 from quire.triton.frontend import TritonPythonModel  # noqa: E402
 from tests.fixtures.asking_server import METADATA, MODEL, AskingServer  # noqa: E402
+from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_choices import WAIT_S, Harness, tokens  # noqa: E402
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_the_time_counts_from_the_answer_and_is_over_only_while_the_model_is_to_go() -> None:
@@ -105,7 +98,7 @@ def test_a_server_that_asks_the_instance_has_all_its_requests_answered(model: Mo
         name = f"t-{number}"
         sender = model.begin(name)
         looks = len(model.server.paths)
-        until(lambda looks=looks: len(model.server.paths) >= looks + 2)
+        wait_until(lambda looks=looks: len(model.server.paths) >= looks + 2)
         polled.append(model.server._ask_instance())
         model.bring(name)
         model.bring(name, finish_reason="stop")
@@ -121,10 +114,10 @@ def test_a_server_that_asks_the_instance_has_all_its_requests_answered(model: Mo
 def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(model: Model) -> None:
     names = ["t-0", "t-1"]
     streams = [model.begin(name) for name in names]
-    until(lambda: len(model.server.paths) > 2)
+    wait_until(lambda: len(model.server.paths) > 2)
     assert not model.harness.responder.drain.is_on
     model.server.is_loaded = False
-    until(lambda: model.harness.responder.drain.is_on)
+    wait_until(lambda: model.harness.responder.drain.is_on)
     assert not model.model.is_ready()
     late = model.harness.submit(SamplingParams(), name="late")
     for sender in (late, *streams):
@@ -136,7 +129,7 @@ def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(model:
     assert aborted == [("abort", name, FinishReason.SHUTDOWN) for name in names], aborted
     # Loaded again, and nothing is open that would have it asked.
     model.server.is_loaded = True
-    until(lambda: not model.harness.responder.drain.is_on)
+    wait_until(lambda: not model.harness.responder.drain.is_on)
     sender = model.begin("t-2")
     model.bring("t-2", finish_reason="stop")
     assert sender.final.wait(WAIT_S) and sender.responses[-1].error is None
@@ -146,7 +139,7 @@ def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(model:
 def test_a_model_that_goes_during_its_first_request_has_been_looked_for(model: Model) -> None:
     """The server was looked for when a request was open, and what had gone by then was never found: the
     request went on to its end, and the unload with it."""
-    until(lambda: model.answer._address)
+    wait_until(lambda: model.answer._address)
     model.server.is_loaded = False
     sender = model.begin("t-0")
     assert sender.final.wait(WAIT_S)
@@ -243,7 +236,7 @@ def test_a_minute_of_streams_on_a_server_that_asks_the_instance(
     time.sleep(1.0)  # it has asked, and was told that the model is wanted
     model.server.is_loaded = False
     began = time.monotonic()
-    until(lambda: model.harness.responder.drain.is_on)
+    wait_until(lambda: model.harness.responder.drain.is_on)
     seen_s = time.monotonic() - began
     refused = model.harness.submit(SamplingParams(), name="refused")
     for sender in (refused, soon, late):
