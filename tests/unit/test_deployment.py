@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,6 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.keda import v1alpha1 as keda
-from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
-from compose_pydantic import ComposeSpecification
 
 from tests.rows import ROOT
 
@@ -117,16 +115,18 @@ def strict(model: Any) -> dict[str, Any]:
     return schema
 
 
-OPERATORS = {
-    "ScaledObject": strict(keda.ScaledObject),
-    "ServiceMonitor": strict(prometheus_operator.ServiceMonitor),
-    "PrometheusRule": strict(prometheus_operator.PrometheusRule),
-}
-"""Schemas of kinds that operators bring."""
+@cache
+def operators() -> dict[str, Any]:
+    """Schemas by kind, of kinds that operators bring. Their packages take seconds to import."""
+    from cloudcoil.models.keda import v1alpha1 as keda
+    from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
+
+    kinds = (keda.ScaledObject, prometheus_operator.ServiceMonitor, prometheus_operator.PrometheusRule)
+    return {kind.__name__: strict(kind) for kind in kinds}
 
 
 def validate(manifest: dict[str, Any], version: str) -> None:
-    if (schema := OPERATORS.get(manifest["kind"])) is not None:
+    if (schema := operators().get(manifest["kind"])) is not None:
         jsonschema.validate(manifest, schema)
     else:
         kubernetes_validate.validate(manifest, version, strict=True)
@@ -329,6 +329,8 @@ def compose(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_compose_files_fit_the_specification(name: str) -> None:
+    from compose_pydantic import ComposeSpecification
+
     schema = strict(ComposeSpecification)
     jsonschema.validate(compose(name), schema)
     wrong = compose(name)
