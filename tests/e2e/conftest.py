@@ -277,8 +277,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     """Models: generator (2 instances), generator_unary, tokenizer, chat, chat_unary by the builder; zero
-    (one-line config over a checkpoint directory), three_step, bls; vllm_model, tensorrt_llm and
-    tensorrt_llm_unary, of the engine of the built ones. Streams of that engine may be paced."""
+    (one-line config over a checkpoint directory), three_step, bls; vllm_model, tensorrt_llm,
+    tensorrt_llm_unary and more_outputs (one that is none of ours), of the engine of the built ones. Streams
+    of that engine may be paced."""
     root = tmp_path_factory.mktemp("tiny-server")
     repository, trace = root / "repository", root / "trace.jsonl"
     options = {**TINY_OPTIONS, **PACED, "trace_file": str(trace)}
@@ -308,6 +309,8 @@ def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     write_generator(repository, "vllm_model", tiny_checkpoint, **options, config=instance, dialect="vllm")
     write_generator(repository, "tensorrt_llm", tiny_checkpoint, **options, config=batched)
     write_generator(repository, "tensorrt_llm_unary", tiny_checkpoint, **options, config=ONCE + batched)
+    more = f'{instance}output [{{ name: "score", data_type: TYPE_FP32, dims: [ 1 ] }}]\n'
+    write_generator(repository, "more_outputs", tiny_checkpoint, **options, config=more)
     llm = LLM(tiny_checkpoint, **OPTIONS)
     served = TinyServer(ServerProcess(repository, root, env=PACED_ENV).start(), tiny_checkpoint, trace, llm)
     yield served

@@ -109,6 +109,16 @@ def test_one_line_config_serves_a_checkpoint_directory(tiny: TinyServer, prompt:
     assert json.loads(body)["text_output"] == expected
 
 
+def test_a_configuration_with_an_output_of_its_own(tiny: TinyServer) -> None:
+    """Who names no output is asked by Triton for all that it knows of, and was refused for log-probabilities
+    that must not be given where an embedding is wanted."""
+    expected, asked = transformers_text(tiny, PROMPT, 24), {"text_input": PROMPT, "max_tokens": 24}
+    status, body = post(f"{tiny.server.http_url}/v2/models/more_outputs/generate", asked)
+    assert status == 200, body
+    assert json.loads(body)["text_output"] == expected
+    assert stream(tiny.server.grpc_url, "more_outputs", asked).text == expected
+
+
 @pytest.mark.row("A1", clauses=("http",))
 @pytest.mark.row("A3", clauses=("infer",))
 def test_plain_model_infer_on_the_non_decoupled_variant(tiny: TinyServer) -> None:
