@@ -17,7 +17,7 @@ REQUIRED    := pyproject.toml client/pyproject.toml constraints.txt
 
 PYTEST := $(PY) -m pytest
 JOBS   ?= 2
-LINTED := backend kernels ensemble client demo tests benchmarks
+LINTED := backend kernels ensemble common client demo tests benchmarks
 
 .PHONY: setup serve test test-slow lint format bench bench-peers rows status constraints clean help
 .DEFAULT_GOAL := help

@@ -17,10 +17,10 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-KERNELS = Path(__file__).resolve().parent / "kernels"
-sys.path.insert(0, str(KERNELS))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "common"))
 # By its file: the package that it belongs to needs torch.
-spec = importlib.util.spec_from_file_location("compiler", KERNELS / "quire_kernels" / "cpu" / "compiler.py")
+spec = importlib.util.spec_from_file_location("compiler", HERE / "kernels/quire_kernels/cpu/compiler.py")
 assert spec is not None and spec.loader is not None
 compiler = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compiler)

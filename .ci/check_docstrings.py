@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("backend", "kernels", "ensemble", "client")
+FOLDERS = ("backend", "kernels", "ensemble", "common", "client")
 WITHOUT_A_NOUN = re.compile(r"(Of|As|By|What|Those|Which|Behind|And|In what)\b")
 NAMES = ("take", "_take", "of", "_of", "told", "_told")
 

@@ -8,7 +8,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 (this file is what says so)
 
 # Nothing is installed yet.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "backend"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "common"))
 
 from quire.errors import ConfigError
 from quire.server.tritonserver import libpython_directory

@@ -25,6 +25,7 @@ atexit.register(gc.freeze)
 # Packages that came with this file go first: an older installed copy must not be mixed with it.
 _HERE = Path(__file__).resolve().parent
 for _root, _package in (
+    (_HERE.parent / "common", "quire_common"),
     (_HERE.parent / "ensemble", "quire_ensemble"),
     (_HERE.parent / "kernels", "quire_kernels"),
     (_HERE, "quire"),

@@ -23,7 +23,7 @@ import click
 from benchmarks import report
 from benchmarks.load import prompts
 from benchmarks.report import RequestRecord, Row
-from quire_kernels.cache import cache_directory
+from quire_common.cache import cache_directory
 
 NEEDED_LIBRARIES = ("libb64.so.0d", "libcudart.so.12")
 ATTEMPTS = 3

@@ -20,7 +20,7 @@ from quire_client import Client
 
 STOP_TIMEOUT = 20.0
 POLL = 0.1
-PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
+PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "common", "client")
 ROLES = ("server", "stub", "engine")
 
 

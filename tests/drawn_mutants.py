@@ -320,7 +320,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cgroup 1 is found by any controller",
-        "kernels/quire_kernels/machine.py",
+        "common/quire_common/machine.py",
         'elif file_system == "cgroup" and controller in options.split(","):',
         'elif file_system == "cgroup":',
         ("tests/unit/test_machine.py",),

@@ -653,7 +653,7 @@ _MODELS = (
     ),
     Mutant(
         "an index names files outside the checkpoint",
-        "ensemble/quire_ensemble/weight_files.py",
+        "common/quire_common/weight_files.py",
         "isinstance(shard, str) and Path(shard).name == shard",
         "isinstance(shard, str)",
         ("tests/unit/test_loader.py::test_broken_index",),

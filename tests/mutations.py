@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE_ROOTS = ("backend", "kernels", "ensemble", "client")
+PACKAGE_ROOTS = ("backend", "kernels", "ensemble", "common", "client")
 NATIVE = (".h", ".cpp")
 REQUIRED_SHARE = 0.95
 JOBS = 2

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from quire.errors import InvalidArgumentError
-from quire_ensemble.errors import kind, shown
+from quire_common.errors import kind, shown
 
 INT32_MAX = 2**31 - 1
 

@@ -48,7 +48,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         from quire.loader.info import read_configs
-        from quire_ensemble.hub import find_checkpoint
+        from quire_common.hub import find_checkpoint
         from quire_ensemble.tokenizer import Tokenizer
 
         model = find_checkpoint(model)

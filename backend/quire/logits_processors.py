@@ -24,8 +24,8 @@ from msgspec import Meta
 
 from quire.converters import fail, has_surrogates
 from quire.errors import ConfigError, EngineError, InvalidArgumentError, describe
-from quire_ensemble.client_json import parse_json
-from quire_ensemble.errors import InputError, kind
+from quire_common.client_json import parse_json
+from quire_common.errors import InputError, kind
 
 if TYPE_CHECKING:
     import torch

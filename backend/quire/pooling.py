@@ -9,8 +9,8 @@ from typing import Any
 
 from quire.errors import CheckpointError
 from quire.models.hf_config import read_json
-from quire_ensemble.checkpoint_files import check_directory
-from quire_ensemble.errors import is_name, shown
+from quire_common.checkpoint_files import check_directory
+from quire_common.errors import is_name, shown
 
 _KINDS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 

@@ -19,8 +19,8 @@ from quire.logits_processors import MAX_PROCESSORS, NamedProcessor, parse_logits
 from quire.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire.structured_output import StructuredOutput as StructuredOutput
 from quire.structured_output import check_structured_output, parse_structured_output
-from quire_ensemble.client_json import parse_json
-from quire_ensemble.errors import InputError, kind
+from quire_common.client_json import parse_json
+from quire_common.errors import InputError, kind
 
 logger = logging.getLogger("quire")
 

@@ -13,8 +13,8 @@ import msgspec
 
 from quire.converters import boolean, fail, has_surrogates
 from quire.errors import InvalidArgumentError
-from quire_ensemble.client_json import parse_json
-from quire_ensemble.errors import InputError, kind
+from quire_common.client_json import parse_json
+from quire_common.errors import InputError, kind
 
 MAX_GRAMMAR_LENGTH = 2**17
 """Characters of a JSON schema, an EBNF grammar or a structural tag."""

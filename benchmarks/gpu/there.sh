@@ -6,7 +6,7 @@
 set -euo pipefail
 site=/tmp/site
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 QUIRE_CACHE_DIR=/tmp/quire-cache
-export PYTHONPATH=$site:backend:kernels:ensemble:client:.
+export PYTHONPATH=$site:backend:kernels:ensemble:common:client:.
 if [ -d .carry/wheels ] && [ ! -d $site/msgspec ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --target $site .carry/wheels/*.whl
     mkdir -p "$QUIRE_CACHE_DIR/cuda" kernels/quire_kernels/cpu/prebuilt

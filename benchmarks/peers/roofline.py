@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import ROOT
-from quire_kernels.host_memory import aligned_bytes
+from quire_common.host_memory import aligned_bytes
 
 _SOURCE = """
 #include <stddef.h>

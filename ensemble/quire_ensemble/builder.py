@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from quire_common.checkpoint_files import check_directory
+from quire_common.gguf_file import GGUFError, GGUFFile, part_names
 from quire_ensemble import pbtxt
-from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.errors import BuildError
-from quire_ensemble.gguf_file import GGUFError, GGUFFile, part_names
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
 
 Placement = Literal["link", "copy", "path"]

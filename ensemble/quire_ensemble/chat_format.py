@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_ensemble.client_json import parse_json
-from quire_ensemble.errors import InputError, kind, shown
+from quire_common.client_json import parse_json
+from quire_common.errors import InputError, kind, shown
 
 FIELD = "chat_format"
 PROMPT_END = 64

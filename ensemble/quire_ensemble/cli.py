@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
+from quire_common.errors import HubError
+from quire_common.hub import find_checkpoint
 from quire_ensemble.builder import PLACEMENTS, build_repository, has_chat_template
-from quire_ensemble.errors import BuildError, HubError
-from quire_ensemble.hub import find_checkpoint
+from quire_ensemble.errors import BuildError
 
 
 @click.group()

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quire_ensemble.errors import TokenizerError, is_panic, one_line, shown
-from quire_ensemble.gguf_file import GGUFFile
+from quire_common.errors import is_panic, one_line, shown
+from quire_common.gguf_file import GGUFFile
+from quire_ensemble.errors import TokenizerError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (the GGUF specification's `tokenizer.ggml.token_type`)."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire_ensemble.errors import InputError, ParameterError, one_line
+from quire_common.errors import InputError, ParameterError, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_common.client_json import parse_json
+from quire_common.errors import InputError, kind, shown
 from quire_ensemble.chat_format import PROMPT_END, ChatFormat
-from quire_ensemble.client_json import parse_json
-from quire_ensemble.errors import InputError, kind, shown
 
 FIELD = "messages"
 MAX_MESSAGES = 4096

@@ -24,7 +24,7 @@ from jinja2 import nodes, pass_context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from quire_ensemble.errors import InputError
+from quire_common.errors import InputError
 
 MAX_S = 5.0
 """Seconds of CPU for rendering."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire_common.client_json import check_bytes
+from quire_common.errors import InputError
 from quire_ensemble import messages as chat
-from quire_ensemble.client_json import check_bytes
-from quire_ensemble.errors import InputError
 from quire_ensemble.triton_model import integer_parameters
 
 if TYPE_CHECKING:

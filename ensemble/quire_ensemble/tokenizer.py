@@ -17,14 +17,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from quire_common.checkpoint_files import check_directory
+from quire_common.client_json import decode_utf8
+from quire_common.errors import InputError, is_panic, one_line
 from quire_ensemble import messages as chat
 from quire_ensemble.chat_format import ChatFormat
-from quire_ensemble.checkpoint_files import check_directory
-from quire_ensemble.client_json import decode_utf8
-from quire_ensemble.errors import InputError, TokenizerError, is_panic, one_line
+from quire_ensemble.errors import TokenizerError
 
 if TYPE_CHECKING:
-    from quire_ensemble.gguf_file import GGUFFile
+    from quire_common.gguf_file import GGUFFile
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -382,7 +383,7 @@ def _gguf_file(path: Path) -> GGUFFile | None:
     # The package takes a while to import, and most checkpoints need it not.
     if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
         return None
-    from quire_ensemble.gguf_file import GGUFFile, find_gguf
+    from quire_common.gguf_file import GGUFFile, find_gguf
 
     try:
         found = find_gguf(path)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quire_ensemble import logs
-from quire_ensemble.checkpoint_files import check_directory, without_links
-from quire_ensemble.errors import EnsembleError, InputError, ParameterError, one_line, shown
+from quire_common import logs
+from quire_common.checkpoint_files import check_directory, without_links
+from quire_common.errors import InputError, ParameterError, ReportedError, one_line, shown
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EnsembleModel(ABC):
             if checkpoint.is_dir():
                 check_directory(checkpoint, ParameterError)
             self._load(checkpoint, parameters, args)
-        except EnsembleError as error:
+        except ReportedError as error:
             raise self.pb_utils.TritonModelException(str(error)) from None
 
     @abstractmethod

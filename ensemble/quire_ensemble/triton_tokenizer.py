@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire_ensemble.errors import InputError
+from quire_common.errors import InputError
 from quire_ensemble.shared_memory import ask_for_room, wait_for_room
 from quire_ensemble.text_limits import TextLimits, text_limits
 from quire_ensemble.triton_model import EnsembleModel, client_id, element, given_inputs

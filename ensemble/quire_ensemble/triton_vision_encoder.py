@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from quire_common.errors import InputError, ParameterError, one_line
 from quire_ensemble.encoder_cache import EncoderCache
-from quire_ensemble.errors import InputError, ParameterError, VisionError, one_line
+from quire_ensemble.errors import VisionError
 from quire_ensemble.triton_metrics import immortal
 from quire_ensemble.triton_model import EnsembleModel, given_inputs, integer_parameter, unbatched
 

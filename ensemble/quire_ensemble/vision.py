@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from quire_common.errors import InputError, one_line
 from quire_ensemble import messages as chat
-from quire_ensemble.errors import InputError, VisionError, one_line
+from quire_ensemble.errors import VisionError
 from quire_ensemble.images import (
     EncodedImage,
     ImageLimits,

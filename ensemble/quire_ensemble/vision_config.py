@@ -17,8 +17,9 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from quire_ensemble.checkpoint_files import check_directory
-from quire_ensemble.errors import InputError, VisionError, one_line
+from quire_common.checkpoint_files import check_directory
+from quire_common.errors import InputError, one_line
+from quire_ensemble.errors import VisionError
 
 GRID = "image_grid"
 MAX_TILES = 256

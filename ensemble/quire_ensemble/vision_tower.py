@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from transformers.initialization import no_init_weights
 
-from quire_ensemble.errors import InputError, VisionError, one_line
+from quire_common.errors import InputError, one_line
+from quire_common.machine import num_cpus
+from quire_ensemble.errors import VisionError
 from quire_ensemble.vision_config import GRID, Grid, VisionConfig, read_vision_config
 from quire_ensemble.vision_families import UnsupportedConfig, VisionFamily, family_of
 from quire_ensemble.vision_weights import fill_weights
-from quire_kernels.machine import num_cpus
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_IMAGES = 4096

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from quire_common.weight_files import NamedTensor, Wanted, find_files, read_pickle, read_safetensors
 from quire_ensemble.errors import VisionError
-from quire_ensemble.weight_files import NamedTensor, Wanted, find_files, read_pickle, read_safetensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types in which a weight may be stored. Any other is quantised, and means nothing without its scales."""

@@ -340,7 +340,8 @@ class NarrowServer:
     STEP_TOKENS, BLOCK_SIZE, NUM_BLOCKS = 2, 16, 4096
     MAX_MODEL_LEN = 16_384
     STRANGERS = (
-        "click", "zmq", "msgspec", "numpy", "psutil", "torch", "transformers", "quire", "quire_ensemble",
+        "click", "zmq", "msgspec", "numpy", "psutil", "torch", "transformers",
+        "quire", "quire_common", "quire_ensemble",
     )  # fmt: skip
 
 

@@ -296,7 +296,7 @@ def attempt(path: Path, number: int, options: dict[str, str]) -> str:
 
 def main(kinds: list[str], folder: Path, seed: int, first: int, count: int) -> None:
     from quire.errors import QuireError
-    from quire_ensemble.errors import EnsembleError
+    from quire_common.errors import ReportedError
 
     for kind in kinds:
         genuine = folder / kind
@@ -319,7 +319,7 @@ def main(kinds: list[str], folder: Path, seed: int, first: int, count: int) -> N
         begin = time.process_time()
         try:
             outcome = attempt(checkpoint(path), number // len(kinds), options)
-        except (QuireError, EnsembleError) as error:
+        except (QuireError, ReportedError) as error:
             outcome, message = "refused", str(error)
             is_late = re.search(
                 r"alloc|\bmemory", message, re.IGNORECASE

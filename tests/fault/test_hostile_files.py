@@ -25,8 +25,8 @@ from quire.errors import CheckpointError
 from quire.loader import load as load_module
 from quire.loader.gguf_weights import block_scheme, read_gguf
 from quire.loader.load import load_model
+from quire_common.gguf_file import GGUFError, GGUFFile, StoredTensor
 from quire_ensemble.errors import TokenizerError
-from quire_ensemble.gguf_file import GGUFError, GGUFFile, StoredTensor
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fault.hostile_files import KINDS, gguf_fields
 from tests.fixtures.checkpoints import make_checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_kernels import cache
+from quire_common import cache
 from quire_kernels.cpu import compiler
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_kernels.host_memory import ALIGNMENT, HUGE_PAGE, aligned_bytes
+from quire_common.host_memory import ALIGNMENT, HUGE_PAGE, aligned_bytes
 
 SMAPS = Path("/proc/self/smaps")
 

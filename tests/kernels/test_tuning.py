@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire_kernels import cache, ops
+from quire_common import cache
+from quire_kernels import ops
 from quire_kernels.triton_lang import attention, operators, tuning
 from quire_kernels.triton_lang.tuning import Config, Device, Tuner, kernel_key
 from tests.kernels.test_paged_attention import dense, make_case

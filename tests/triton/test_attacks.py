@@ -42,7 +42,8 @@ from quire_client.openai.errors import RequestError  # noqa: E402
 from quire_client.openai.images import ImageFetcher, ImagePolicy  # noqa: E402
 from quire_client.openai.images import resolve as resolve_really  # noqa: E402
 from quire_client.openai.intake import Intake  # noqa: E402
-from quire_ensemble.errors import InputError, TokenizerError  # noqa: E402
+from quire_common.errors import InputError  # noqa: E402
+from quire_ensemble.errors import TokenizerError  # noqa: E402
 from quire_ensemble.images import ImageLimits, read_image  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.checkpoints import make_checkpoint  # noqa: E402

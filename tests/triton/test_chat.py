@@ -17,8 +17,8 @@ from quire.errors import InvalidArgumentError  # noqa: E402
 from quire.frontend.output_processor import RequestProcessor  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire_common.errors import InputError  # noqa: E402
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format  # noqa: E402
-from quire_ensemble.errors import InputError  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from quire_ensemble.triton_tokenizer import TokenizerModel  # noqa: E402
 from tests.fixtures.chat_transcripts import TOOLS  # noqa: E402

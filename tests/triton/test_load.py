@@ -33,7 +33,7 @@ def test_an_engine_that_has_begun_in_vain_is_taken_back(
         raise error
 
     monkeypatch.setattr(frontend.TritonPythonModel, "_initialize", fail)
-    monkeypatch.setattr("quire_ensemble.logs.set_up", lambda name: None)
+    monkeypatch.setattr("quire_common.logs.set_up", lambda name: None)
     monkeypatch.setattr(frontend.TritonPythonModel, "_watchdog", lambda self: None)
     told = fake_pb_utils.TritonModelException if isinstance(error, ConfigError) else type(error)
     with pytest.raises(told, match="quire: m: a limit" if isinstance(error, ConfigError) else None):

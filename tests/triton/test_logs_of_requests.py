@@ -27,7 +27,7 @@ from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.raw_request import RawRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_log import RequestLog  # noqa: E402
-from quire_ensemble.logs import JsonFormatter, PlainFormatter  # noqa: E402
+from quire_common.logs import JsonFormatter, PlainFormatter  # noqa: E402
 from tests.fixtures.fake_runner import FakeRunner  # noqa: E402
 from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
 

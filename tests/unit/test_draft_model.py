@@ -31,7 +31,7 @@ from quire.plan.checks import read
 from quire.structured_output import StructuredOutput
 from quire.worker.draft_model import DraftModel
 from quire.worker.model_runner import ModelRunner
-from quire_kernels.machine import available_memory
+from quire_common.machine import available_memory
 from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drafters import eager, make_forgetful

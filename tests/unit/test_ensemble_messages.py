@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quire_ensemble.errors import InputError
+from quire_common.errors import InputError
 from quire_ensemble.messages import MAX_MESSAGES, join_text_parts, parse_conversation
 
 USER = {"role": "user", "content": "hi"}

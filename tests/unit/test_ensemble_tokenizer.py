@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire_common.errors import InputError
 from quire_ensemble import template_bounds
-from quire_ensemble.errors import InputError, TokenizerError
+from quire_ensemble.errors import TokenizerError
 from quire_ensemble.messages import MAX_BYTES, parse_conversation
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
 from tests.fixtures.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS

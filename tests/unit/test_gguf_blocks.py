@@ -18,7 +18,7 @@ from quire.errors import CheckpointError
 from quire.loader import gguf_weights
 from quire.loader.gguf_weights import hf_name, read_gguf
 from quire.loader.load import load_model
-from quire_ensemble.gguf_file import GGUFFile
+from quire_common.gguf_file import GGUFFile
 from quire_kernels import ops, registry
 from quire_kernels.block_weights import BLOCK_KINDS, BlockWeight
 from quire_kernels.cpu.compiler import supported_isas

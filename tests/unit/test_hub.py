@@ -14,16 +14,16 @@ import torch
 
 from quire.loader.load import load_model
 from quire.triton.config_completion import read_engine_config
+from quire_common.gguf_file import GGUFFile
+from quire_common.hub import find_checkpoint
 from quire_ensemble.builder import build_repository
-from quire_ensemble.gguf_file import GGUFFile
-from quire_ensemble.hub import find_checkpoint
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.gguf_files import write_gguf
 from tests.fixtures.hub import COMMIT, serve_hub
 
 _PROGRAM = """
 import sys, json
-from quire_ensemble.hub import find_checkpoint
+from quire_common.hub import find_checkpoint
 found = []
 for name in sys.argv[1:]:
     try:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from quire_ensemble.errors import InputError
+from quire_common.errors import InputError
 from quire_ensemble.images import MAX_SCANS, PILLOW_MAX_PIXELS, ImageLimits, read_image, split_pixels
 
 LIMITS = ImageLimits()
@@ -279,7 +279,7 @@ def test_a_decompression_bomb_is_refused_by_its_header_and_takes_no_memory(raw: 
     program = (
         "import sys\n"
         "from PIL import Image\n"
-        "from quire_ensemble.errors import InputError\n"
+        "from quire_common.errors import InputError\n"
         "from quire_ensemble.images import ImageLimits, read_image\n"
         "raw = sys.stdin.buffer.read()\n"
         "Image.init()\n"

@@ -27,7 +27,7 @@ from quire.loader import load as load_module
 from quire.loader.info import read_configs
 from quire.loader.load import LoadedModel, empty_model, fill_weights, load_model
 from quire.models.decoder import DecoderModel
-from quire_ensemble.gguf_file import GGUFFile
+from quire_common.gguf_file import GGUFFile
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import gguf_name, write_gguf

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire.errors import CheckpointError, InvalidArgumentError
-from quire_ensemble import logs
+from quire_common import logs
 
 CANARY = "CANARY-7f3a"
 Formatter = Callable[[str], logging.Formatter]
@@ -153,7 +153,7 @@ def test_a_json_line_has_level_time_and_request() -> None:
 def test_a_process_says_why_it_ends_without_texts(kind: str, level: str, lines: int) -> None:
     code = (
         "import logging, threading\n"
-        "from quire_ensemble import logs\n"
+        "from quire_common import logs\n"
         "logs.set_up('p')\n"
         "logging.getLogger('quire').info('begins')\n"
         f"thread = threading.Thread(target=lambda: int('{CANARY}'))\n"

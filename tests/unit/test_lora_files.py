@@ -19,7 +19,7 @@ from quire.errors import CheckpointError
 from quire.loader.adapter import read_adapter
 from quire.loader.load import empty_model
 from quire.worker.adapters import targets_of
-from quire_ensemble.weight_files import NamedTensor, read_safetensors
+from quire_common.weight_files import NamedTensor, read_safetensors
 from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_model

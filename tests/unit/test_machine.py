@@ -17,7 +17,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv_tiers import host
 from quire.worker import kv_cache
-from quire_kernels import machine
+from quire_common import machine
 from tests.fixtures.perplexity import DEMO
 
 MIB = 1 << 20

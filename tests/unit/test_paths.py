@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from quire_ensemble.checkpoint_files import with_ascii_name, without_links
+from quire_common.checkpoint_files import with_ascii_name, without_links
 
 _AS_A_STUB = """
 import sys
 from pathlib import Path
 from quire.errors import CheckpointError
 from quire.triton.config_completion import _checkpoint, _find_adapters
-from quire_ensemble.errors import ParameterError
+from quire_common.errors import ParameterError
 from quire_ensemble.triton_model import checkpoint_path
 
 assert sys.getfilesystemencoding() == "ascii"

@@ -49,7 +49,7 @@ from quire.server.serve import (
 from quire.server.tritonserver import TritonServer
 from quire_client.cli import cli as client_cli
 from quire_client.openai import server as gateway_server
-from quire_kernels.cache import private_directory
+from quire_common.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
 from tests.fixtures.waiting import wait_until
 
@@ -863,7 +863,8 @@ def test_an_installed_backend_folder_works_on_its_own(tmp_path: Path) -> None:
     out = tmp_path / "backends" / "quire"
     result = CliRunner().invoke(main, ["backend", "install", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {"model.py", "quire", "quire_kernels", "quire_ensemble"}
+    packages = {"quire", "quire_common", "quire_ensemble", "quire_kernels"}
+    assert {path.name for path in out.iterdir()} == {"model.py", *packages}
     assert not list(out.rglob("__pycache__"))
     # As the stub does it: the folder is appended to sys.path, the module is called `model`. The packages
     # beside it win over those installed in this environment.

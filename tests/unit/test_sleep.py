@@ -89,7 +89,7 @@ def test_what_is_on_disk_is_found_again(tmp_path: Path) -> None:
 MEMORY = """
 import sys
 from quire import LLM
-from quire_kernels.host_memory import resident_bytes
+from quire_common.host_memory import resident_bytes
 path, sizes = sys.argv[1], eval(sys.argv[2])
 llm = LLM(path, num_threads=2, max_model_len=256, **sizes)
 before = llm.generate([[1, 2, 3, 4]], temperature=0.0, max_tokens=8, ignore_eos=True)[0].token_ids

@@ -12,8 +12,8 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from quire_common.errors import InputError
 from quire_ensemble import tokenizer as module
-from quire_ensemble.errors import InputError
 from tests.fixtures.checkpoints import write_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

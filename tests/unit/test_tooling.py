@@ -302,7 +302,7 @@ def test_environment_variables_of_ours_have_one_prefix_and_are_listed_in_one_pla
     named = set(re.findall(r"`([A-Z_]+)`", page))
     text = "".join(
         file.read_text("utf-8")
-        for folder in ("backend", "kernels", "ensemble", "client", "benchmarks", "tests")
+        for folder in ("backend", "kernels", "ensemble", "common", "client", "benchmarks", "tests")
         for file in (ROOT / folder).rglob("*.py")
         if "out" not in file.relative_to(ROOT).parts
     )
@@ -315,9 +315,10 @@ def test_environment_variables_of_ours_have_one_prefix_and_are_listed_in_one_pla
 def test_core_imports_neither_torch_nor_zeromq_and_packages_keep_their_places() -> None:
     forbidden = {
         "backend/quire/core": {"torch", "zmq", "triton_python_backend_utils"},
+        "common/quire_common": {"quire", "quire_kernels", "quire_ensemble", "quire_client"},
         "kernels/quire_kernels": {"quire", "quire_ensemble", "quire_client"},
-        "ensemble/quire_ensemble": {"quire", "quire_client"},
-        "client/quire_client": {"quire", "torch", "quire_kernels", "quire_ensemble"},
+        "ensemble/quire_ensemble": {"quire", "quire_kernels", "quire_client"},
+        "client/quire_client": {"quire", "torch", "quire_common", "quire_kernels", "quire_ensemble"},
     }
     broken = []
     for folder, names in forbidden.items():

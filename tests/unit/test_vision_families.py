@@ -15,7 +15,8 @@ from PIL import Image
 
 from quire import LLM, SamplingParams
 from quire.multimodal import PromptEmbeds, content_hashes
-from quire_ensemble.errors import InputError, VisionError
+from quire_common.errors import InputError
+from quire_ensemble.errors import VisionError
 from quire_ensemble.tokenizer import Tokenizer
 from quire_ensemble.vision import VisionProcessor, VisionPrompt
 from quire_ensemble.vision_tower import VisionTower

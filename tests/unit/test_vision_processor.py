@@ -22,7 +22,8 @@ import pytest
 import torch
 from PIL import Image
 
-from quire_ensemble.errors import InputError, VisionError
+from quire_common.errors import InputError
+from quire_ensemble.errors import VisionError
 from quire_ensemble.images import ImageLimits
 from quire_ensemble.memory_gate import MemoryGate
 from quire_ensemble.messages import parse_conversation

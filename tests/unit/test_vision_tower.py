@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire_ensemble.errors import InputError, VisionError
+from quire_common.errors import InputError
+from quire_ensemble.errors import VisionError
 from quire_ensemble.vision_tower import MAX_IMAGES, VisionTower, choose_device, default_num_threads
 from tests.fixtures.vision_checkpoints import VISION_KINDS, hf_image_inputs, make_vision_checkpoint
 

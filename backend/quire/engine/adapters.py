@@ -32,7 +32,7 @@ from quire.errors import (
 )
 from quire.outputs import RunnerInfo
 from quire.request import Request, RequestStatus
-from quire_ensemble.errors import one_line, shown
+from quire_common.errors import one_line, shown
 
 if TYPE_CHECKING:
     from quire.loader.adapter import ReadAdapter

@@ -65,7 +65,7 @@ from quire.validation import (
     check_prompt_logprobs,
     check_token_parameters,
 )
-from quire_kernels.host_memory import resident_bytes
+from quire_common.host_memory import resident_bytes
 
 logger = logging.getLogger("quire")
 

@@ -72,9 +72,9 @@ from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
 from quire.startup import StartTimeline, shown_phases
-from quire_ensemble import logs
-from quire_ensemble.errors import shown
-from quire_kernels.machine import num_cpus
+from quire_common import logs
+from quire_common.errors import shown
+from quire_common.machine import num_cpus
 
 logger = logging.getLogger("quire")
 

@@ -358,7 +358,7 @@ def engine_environment() -> dict[str, str]:
     # wants a core, the one that is waited for does not run: a step of 5 ms takes 180 (docs/lab-notes.md).
     environment.setdefault("GOMP_SPINCOUNT", "1000")
     folders: dict[str, None] = {}
-    for package in ("quire", "quire_kernels", "quire_ensemble"):
+    for package in ("quire", "quire_kernels", "quire_ensemble", "quire_common"):
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None, f"{package} is not importable"
         folders.setdefault(str(Path(spec.origin).parent.parent))

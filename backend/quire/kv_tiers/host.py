@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.errors import ConfigError
 from quire.kv_tiers.connector import BlockArray, KVConnector
-from quire_kernels.machine import available_memory
+from quire_common.machine import available_memory
 
 
 class HostTier(KVConnector):

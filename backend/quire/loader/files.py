@@ -20,9 +20,10 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.layers.scheme import LinearScheme
 from quire.loader.info import gguf_file
-from quire_ensemble.errors import one_line
-from quire_ensemble.gguf_file import GGUFFile
-from quire_ensemble.weight_files import (
+from quire_common.errors import one_line
+from quire_common.gguf_file import GGUFFile
+from quire_common.host_memory import prefer_huge_pages
+from quire_common.weight_files import (
     NamedTensor,
     bytes_of,
     find_files,
@@ -30,7 +31,6 @@ from quire_ensemble.weight_files import (
     read_pickle,
     read_safetensors,
 )
-from quire_kernels.host_memory import prefer_huge_pages
 
 _THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
 """That wait for disks, and copy: more of them take the cores from what packs meanwhile."""

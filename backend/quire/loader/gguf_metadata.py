@@ -9,8 +9,8 @@ from gguf.constants import GGMLQuantizationType
 
 from quire.errors import CheckpointError
 from quire.models.hf_config import MAX_HEADS, HFConfig
-from quire_ensemble.errors import shown
-from quire_ensemble.gguf_file import GGUFError, GGUFFile
+from quire_common.errors import shown
+from quire_common.gguf_file import GGUFError, GGUFFile
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

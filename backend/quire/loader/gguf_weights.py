@@ -18,9 +18,9 @@ from quire.layers.rotary import neighbours_apart
 from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
 from quire.loader.gguf_scheme import GGUFScheme
 from quire.models.config import MAX_EXPERTS
-from quire_ensemble.errors import shown
-from quire_ensemble.gguf_file import GGUFFile, StoredTensor
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.errors import shown
+from quire_common.gguf_file import GGUFFile, StoredTensor
+from quire_common.weight_files import NamedTensor
 from quire_kernels.block_weights import BLOCK_KINDS
 
 logger = logging.getLogger("quire")

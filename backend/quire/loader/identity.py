@@ -16,7 +16,10 @@ from quire_kernels import registry
 from quire_kernels.cpu.compiler import BuildError, library_name, supported_isas
 from quire_kernels.cpu.native import library
 
-_CODE = ("quire.layers", "quire.loader", "quire.models", "quire.worker", "quire_ensemble", "quire_kernels")
+_CODE = (
+    *("quire.layers", "quire.loader", "quire.models", "quire.worker"),
+    *("quire_common", "quire_ensemble", "quire_kernels"),
+)
 """Packages that decide what is computed."""
 _LIBRARIES = ("gguf", "safetensors", "torch", "transformers")
 """That decide what is read of files."""

@@ -29,9 +29,9 @@ from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire.models.registry import model_class, with_head
-from quire_ensemble.errors import in_line, one_line
-from quire_ensemble.weight_files import NamedTensor
-from quire_kernels.host_memory import trim_heap
+from quire_common.errors import in_line, one_line
+from quire_common.host_memory import trim_heap
+from quire_common.weight_files import NamedTensor
 from quire_kernels.ranks import ALONE, Ranks
 
 logger = logging.getLogger("quire")

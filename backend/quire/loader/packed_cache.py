@@ -35,12 +35,12 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.loader.identity import FileIdentity, code_identity
 from quire.models.decoder import DecoderModel
-from quire_ensemble.errors import one_line
-from quire_ensemble.weight_files import bytes_of
-from quire_kernels.cache import lasting_directory, locked
+from quire_common.cache import lasting_directory, locked
+from quire_common.errors import one_line
+from quire_common.host_memory import aligned_bytes
+from quire_common.weight_files import bytes_of
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import library
-from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.weights import JoinedLinear, PackedLinear, ReorderedLinear
 
 logger = logging.getLogger("quire")

@@ -23,7 +23,8 @@ from quire.models.hf_config import HFConfig
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec, LatentKV
 from quire.roofline import ModelWork
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.host_memory import trim_heap
+from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import (
     DecoderLayerWeights,
@@ -33,7 +34,6 @@ from quire_kernels.cpu.decoder import (
     NativeDecoder,
     can_fuse,
 )
-from quire_kernels.host_memory import trim_heap
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
 

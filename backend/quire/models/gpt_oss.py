@@ -14,7 +14,7 @@ from quire.layers.moe import MixtureOfExperts
 from quire.models.config import DecoderConfig, ExpertsConfig, windows_by_layer_type
 from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.models.hf_config import HFConfig
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.weight_files import NamedTensor
 from quire_kernels.reference.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _ROPE = {

@@ -11,7 +11,7 @@ from quire.errors import CheckpointError
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.granite import GraniteForCausalLM
 from quire.models.hf_config import HFConfig
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.weight_files import NamedTensor
 
 _PARTS = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}
 

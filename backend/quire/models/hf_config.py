@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError
-from quire_ensemble.errors import in_line, shown
-from quire_ensemble.gguf_file import GGUFFile
+from quire_common.errors import in_line, shown
+from quire_common.gguf_file import GGUFFile
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:

@@ -12,7 +12,7 @@ from quire.errors import CheckpointError
 from quire.models.config import DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.weight_files import NamedTensor
 
 _NAMES = {
     "tok_embeddings": "embed_tokens",

@@ -25,7 +25,7 @@ from quire.models.config import (
 from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.models.hf_config import HFConfig
 from quire.models.vision_language import VisionLanguageModel
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import NormKind
 from quire_kernels.routing import Routing

@@ -13,9 +13,9 @@ from quire.errors import ConfigError, QuireError
 from quire.plan import checks
 from quire.simulator.command import cost_model
 from quire.simulator.cost import PRESETS
+from quire_common.errors import HubError
+from quire_common.hub import find_checkpoint
 from quire_ensemble.cli import parse_option
-from quire_ensemble.errors import HubError
-from quire_ensemble.hub import find_checkpoint
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

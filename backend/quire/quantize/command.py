@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from quire.errors import QuireError
-from quire_ensemble.errors import HubError, InputError, TokenizerError
+from quire_common.errors import HubError, InputError
+from quire_ensemble.errors import TokenizerError
 
 _FAILURES = (QuireError, HubError, InputError, TokenizerError)
 _SCHEMES = ("awq", "gptq", "w8a8", "w4a8", "fp8")
@@ -30,7 +31,7 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
     """
     from quire.quantize.perplexity import perplexity, split, text_of
     from quire.quantize.quantize import quantize as run
-    from quire_ensemble.hub import find_checkpoint
+    from quire_common.hub import find_checkpoint
 
     try:
         path = find_checkpoint(checkpoint)

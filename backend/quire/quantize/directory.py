@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError
-from quire_ensemble.errors import one_line
+from quire_common.errors import one_line
 
 _SHARD_BYTES = 2 * 2**30
 

@@ -17,9 +17,9 @@ from quire.models.config import DTYPES
 from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.models.hf_config import read_json
 from quire.models.registry import model_class, with_head
-from quire_ensemble.errors import one_line
+from quire_common.errors import one_line
+from quire_common.weight_files import NamedTensor
 from quire_ensemble.tokenizer import Tokenizer
-from quire_ensemble.weight_files import NamedTensor
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 """Ends of the names of files that a quantised checkpoint has from its source, but for those that say what the

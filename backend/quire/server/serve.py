@@ -40,11 +40,11 @@ from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
 from quire.triton.scheduling_fields import HEADERS, TRACE_HEADERS
+from quire_common.checkpoint_files import with_ascii_name
+from quire_common.errors import ReportedError
+from quire_common.hub import find_checkpoint
 from quire_ensemble.builder import build_repository
-from quire_ensemble.checkpoint_files import with_ascii_name
 from quire_ensemble.cli import parse_option
-from quire_ensemble.errors import EnsembleError
-from quire_ensemble.hub import find_checkpoint
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
@@ -688,6 +688,6 @@ def serve(**options: Any) -> None:
         config = ServeConfig(**options)
         server = tritonserver.find(config.tritonserver)
         status = _run(config, server, tritonserver.backend_directory(server))
-    except (QuireError, EnsembleError) as error:
+    except (QuireError, ReportedError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)

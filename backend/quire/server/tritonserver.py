@@ -8,7 +8,7 @@ of which only the server files are used (the package itself is never imported). 
   `nvidia_pytriton.libs` beside the package, found by relative RPATHs that do not survive a copy.
 
 A backend directory with `python/` (of the running Python's version) and `quire/` is assembled once per
-combination in the user's cache (`quire_kernels.cache`) and never changed afterwards.
+combination in the user's cache (`quire_common.cache`) and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import quire
 from quire.errors import ConfigError
-from quire_kernels.cache import ENVIRONMENT, cache_directory, locked, private_directory
+from quire_common.cache import ENVIRONMENT, cache_directory, locked, private_directory
 
 logger = logging.getLogger("quire")
 
@@ -165,7 +165,7 @@ def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
 
     Args:
         server: that it is for.
-        cache: folder of `backends/`; None: ours, see `quire_kernels.cache`.
+        cache: folder of `backends/`; None: ours, see `quire_common.cache`.
 
     Raises:
         ConfigError: the server does not run, or nothing may be executed where its stub would lie.
@@ -296,7 +296,7 @@ def install_backend(out: Path) -> list[Path]:
     written[0].write_text(
         (source / "model.py").read_text("utf-8") if source is not None else _INSTALLED_MODEL_PY, "utf-8"
     )
-    for package in ("quire", "quire_kernels", "quire_ensemble"):
+    for package in ("quire", "quire_kernels", "quire_ensemble", "quire_common"):
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(f"package {package} is not installed; it belongs to the backend")

@@ -20,10 +20,10 @@ from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
 from quire.logits_processors import resolved
 from quire.triton import vllm_config
-from quire_ensemble.checkpoint_files import without_links
-from quire_ensemble.errors import HubError
+from quire_common.checkpoint_files import without_links
+from quire_common.errors import HubError
+from quire_common.hub import find_checkpoint
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
-from quire_ensemble.hub import find_checkpoint
 
 _OF_OTHERS = frozenset(
     (

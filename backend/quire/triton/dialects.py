@@ -16,7 +16,7 @@ from quire.converters import integer
 from quire.errors import InvalidArgumentError
 from quire.sampling_params import MAX_BIAS, MAX_LOGIT_BIAS
 from quire.structured_output import FIELDS as STRUCTURED_FIELDS
-from quire_ensemble.errors import shown
+from quire_common.errors import shown
 
 if TYPE_CHECKING:
     from quire.triton.raw_request import RawRequest

@@ -50,7 +50,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Raises TritonModelException with one line when the model cannot be served."""
-        from quire_ensemble import logs
+        from quire_common import logs
 
         logs.set_up(args["model_instance_name"])
         # A waiting request with images holds a descriptor.
@@ -98,12 +98,12 @@ class TritonPythonModel:
         from quire.triton.responder import Responder
         from quire.triton.result_cache import ResultCache
         from quire.triton.vllm_metrics import VllmBackendMetrics
-        from quire_ensemble.errors import EnsembleError
+        from quire_common.errors import ReportedError
 
         timeline.end("imports")
         try:
             tokenizer = _load_tokenizer(config)
-        except EnsembleError as error:
+        except ReportedError as error:
             raise UnavailableError(str(error)) from None
         timeline.end("tokenizer")
 
@@ -255,7 +255,7 @@ class TritonPythonModel:
 
 
 def _load_tokenizer(config: EngineConfig) -> Any | None:
-    from quire_ensemble.errors import one_line
+    from quire_common.errors import one_line
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()

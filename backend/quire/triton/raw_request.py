@@ -22,7 +22,7 @@ from quire.errors import InvalidArgumentError
 from quire.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from quire.scheduling_params import MAX_NAME_LENGTH
 from quire.validation import check_prompt_length
-from quire_ensemble import client_json
+from quire_common import client_json
 from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, PROMPT_INPUTS, TENSORRT_LLM_INPUTS
 
 SPECS = {spec.name: spec for spec in (*TENSORRT_LLM_INPUTS, *INPUTS)}

@@ -10,8 +10,8 @@ from quire.converters import boolean, integer
 from quire.errors import InvalidArgumentError
 from quire.triton.raw_request import SPECS, RawRequest, decoded
 from quire.triton.scheduling_fields import HEADERS, TRACE_HEADERS
-from quire_ensemble import client_json
-from quire_ensemble.errors import InputError
+from quire_common import client_json
+from quire_common.errors import InputError
 
 # Triton's own request parameters. Of HTTP generate they reach a model as they are, from elsewhere by the
 # request's methods. `id` is what HTTP generate calls the request id.

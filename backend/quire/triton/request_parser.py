@@ -59,9 +59,9 @@ from quire.validation import (
     check_prompt_logprobs,
     check_token_parameters,
 )
+from quire_common.errors import InputError, in_line, shown
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format
-from quire_ensemble.errors import InputError, in_line, shown
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
     MAX_PROMPTS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config import QUANTIZATION_KEYS, load_config_file
 from quire.errors import ConfigError
-from quire_ensemble.errors import shown
+from quire_common.errors import shown
 
 logger = logging.getLogger("quire")
 

@@ -21,10 +21,10 @@ from quire.kv_tiers.moves import read_rows, write_rows
 from quire.models.decoder import DecoderModel
 from quire.models.kv_groups import KVGroup, blocks_per_sequence, layers_per_group
 from quire.models.kv_spec import AttentionKV, KVSpec
+from quire_common.host_memory import aligned_bytes, shared_bytes
+from quire_common.machine import available_memory
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
-from quire_kernels.host_memory import aligned_bytes, shared_bytes
-from quire_kernels.machine import available_memory
 from quire_kernels.quantized_kv import KVLayer
 
 logger = logging.getLogger("quire")

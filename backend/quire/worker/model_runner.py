@@ -57,10 +57,10 @@ from quire.worker.sampler import Draw, draw, join_drafts
 from quire.worker.sampling_batch import SamplingRow
 from quire.worker.timeline import StepTimer, Timeline
 from quire.worker.top_logprobs import PromptLogprobs
+from quire_common.host_memory import trim_heap
+from quire_common.machine import num_cpus
 from quire_kernels import registry
 from quire_kernels.cpu.native import load_seconds, set_num_threads
-from quire_kernels.host_memory import trim_heap
-from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
 from quire_kernels.ranks import ALONE, Ranks
 from quire_kernels.triton_lang import tuning

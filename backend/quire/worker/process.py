@@ -22,7 +22,7 @@ from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready, Start
 from quire.worker.model_runner import ModelRunner, resolve_device
-from quire_ensemble import logs
+from quire_common import logs
 from quire_kernels.ranks import Ranks
 
 logger = logging.getLogger("quire")

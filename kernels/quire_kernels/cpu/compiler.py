@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quire_kernels.cache import cache_directory, keep, kept, locked, private_directory, sealed
+from quire_common.cache import cache_directory, keep, kept, locked, private_directory, sealed
 
 logger = logging.getLogger("quire_kernels")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from quire_common.host_memory import aligned_bytes
 from quire_kernels.block_weights import BLOCK_KINDS, BlockKind, BlockWeight
 from quire_kernels.cpu.native import TYPES, Activation, Format, ScaleType, as_rows, declarations
 from quire_kernels.grouped_weights import GroupedWeight
-from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.weights import W8A8_GROUP, QuantizedRows, quantize_weight
 
 BLOCK_COLUMNS = 32

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_kernels.cache import cache_directory, keep, kept
+from quire_common.cache import cache_directory, keep, kept
 
 logger = logging.getLogger("quire_kernels")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire_kernels.cache import cache_directory
+from quire_common.cache import cache_directory
 from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
 

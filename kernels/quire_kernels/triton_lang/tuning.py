@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quire_kernels import cache
+from quire_common import cache
 from quire_kernels.triton_lang import operators
 
 logger = logging.getLogger("quire_kernels")

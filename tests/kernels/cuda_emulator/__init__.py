@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from quire_kernels.cache import cache_directory
+from quire_common.cache import cache_directory
 from quire_kernels.cuda.compiler import INCLUDES, SOURCES, Unit
 from quire_kernels.cuda.launch import Launcher
 

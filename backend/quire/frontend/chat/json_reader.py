@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 
-from quire_ensemble.client_json import MAX_DEPTH
+from quire_common.client_json import MAX_DEPTH
 
 MAX_KEY = 1024
 """Characters of a key of the outermost object, as it is written."""

@@ -23,7 +23,7 @@ from quire.loader.quantized.formats import (
     WholeIntegers,
 )
 from quire.models.hf_config import MAX_SIZE, HFConfig
-from quire_ensemble.errors import shown
+from quire_common.errors import shown
 from quire_kernels.weights import FP8
 
 Matches = Callable[[str], bool]

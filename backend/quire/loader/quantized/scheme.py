@@ -17,8 +17,8 @@ from quire.loader.files import WeightFiles
 from quire.loader.quantized.decoded import Decoded, Matrix
 from quire.loader.quantized.formats import Format, Plain, Slot, bnb_state
 from quire.loader.quantized.rules import Rules
-from quire_ensemble.errors import one_line
-from quire_ensemble.weight_files import NamedTensor
+from quire_common.errors import one_line
+from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
 from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-logger = logging.getLogger("quire_kernels")
+logger = logging.getLogger("quire_common")
 
 ENVIRONMENT = "QUIRE_CACHE_DIR"
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -1,4 +1,4 @@
-"""A checkpoint's weight files and their tensors, for the vision part here and for the generator's loader.
+"""A checkpoint's weight files and their tensors.
 
 Readers say where tensors lie, so that they can be read in parallel, and right into the memory that they are
 for. Pickles are memory-mapped, and read by `weights_only` after a look at what they ask for; whether they may
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from quire_ensemble.errors import is_name, is_panic, one_line, shown
+from quire_common.errors import is_name, is_panic, one_line, shown
 
 Fail = Callable[[str], Exception]
 """Makes the exception of a complaint, which is one line and names the file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire_ensemble.errors import InputError
+from quire_common.errors import InputError
 
 MAX_BYTES = 2**20
 """Bytes of the longest JSON text of parameters; messages have a limit of their own."""

@@ -21,6 +21,7 @@ HARMLESS = (OSError, MemoryError)
 """Exceptions whose texts are the system's."""
 HARMLESS_MODULES = (
     *("torch", "triton", "zmq", "c_python_backend_utils"),
+    *("quire_common.cache", "quire_common.host_memory", "quire_common.machine"),
     *("quire_kernels", "quire.worker", "quire.kv_tiers", "quire.loader"),
     *("quire.engine.connection", "quire.engine.supervisor", "quire.engine.client"),
 )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire_ensemble.errors import HubError, one_line
+from quire_common.errors import HubError, one_line
 
 _FILE = r"(\w[\w.-]*/)*\w[\w.-]*\.gguf"
 _NAME = re.compile(
@@ -81,7 +81,7 @@ def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[s
     Raises:
         LookupError: it is none of them, it may be several, or parts are missing.
     """
-    from quire_ensemble.gguf_file import first_part, part_names
+    from quire_common.gguf_file import first_part, part_names
 
     listed = {name for name in files if re.fullmatch(_FILE, name, re.ASCII)}
     whole = {first_part(name) for name in listed}

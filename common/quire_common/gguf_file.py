@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from quire_ensemble.errors import in_line, is_name, shown
+from quire_common.errors import in_line, is_name, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from quire_ensemble.errors import shown
+from quire_common.errors import shown
 
 MAX_TEXT = 2**27
 """Bytes of a file that is read whole. The largest tokenizer.json have some 2**25."""
