@@ -170,7 +170,7 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "suspects of an engine's death run beside others",
         "backend/quire/core/planner.py",
-        "return self._only is None or group_id(request) == self._only",
+        "return self._only is None or request.group_id == self._only",
         "return True",
         ("tests/triton/test_continuation.py",),
     ),
@@ -436,8 +436,8 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "a request's id may hold a #",
         "backend/quire/core/scheduler.py",
-        'if "#" in request_id or request_id in roster.requests',
-        "if request_id in roster.requests",
+        'if "#" in request_id or request_id in roster.sequences',
+        "if request_id in roster.sequences",
         ("tests/unit/test_scheduler_abort.py",),
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.adapters import Adapter
@@ -14,8 +15,6 @@ from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
     from quire.core.drafts import Drafter
-    from quire.core.kv_cache_manager import RequestBlocks
-    from quire.core.sequence_group import SequenceGroup
 
 
 class RequestStatus(enum.IntEnum):
@@ -40,6 +39,18 @@ class FinishReason(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+@dataclass(slots=True)
+class RequestBlocks:
+    """Blocks of one running request."""
+
+    blocks: list[list[int]]
+    """Block ids per KV group; NULL_BLOCK where the block was given back."""
+    released: list[int]
+    """Number of leading blocks that are NULL_BLOCK, per KV group."""
+    num_cached: int = 0
+    """Leading blocks that were offered to the prefix cache."""
 
 
 class SwappedBlocks(NamedTuple):
@@ -74,9 +85,10 @@ class Request:
         "eos_token_ids",
         "external_id",
         "finish_reason",
-        "group",
+        "group_id",
         "in_runner",
         "index",
+        "is_paused",
         "load_id",
         "num_cached_tokens",
         "num_computed_before_preemption",
@@ -142,8 +154,10 @@ class Request:
         """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
         self.index = 0
         """Number of the choice."""
-        self.group: SequenceGroup | None = None
-        """State that the request shares with the other sequences of its group; None: it is the only one."""
+        self.group_id = request_id
+        """Id of the request whose choice it is: its own, but for choices that have forked from another."""
+        self.is_paused = False
+        """Whether, waiting, it waits for other sequences of its group, and for no place to run."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
@@ -231,11 +245,6 @@ class Request:
         found, self.prompt_logprobs = self.prompt_logprobs, None
         assert len(found) == self.num_prompt_tokens - 1, (self, len(found))
         return [None, *found]
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether, waiting, it waits for other sequences of its group, and for no place to run."""
-        return self.group is not None and self.group.is_paused(self)
 
     @property
     def is_finished(self) -> bool:

@@ -304,7 +304,7 @@ class AsyncClient:
 
     async def generate(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> Result:
         """The whole answer in one response; arguments as of `stream`."""
-        return await AsyncStream(self, prompt, stream=False, **arguments).result()
+        return await self._answer(prompt, **arguments).result()
 
     async def chat(
         self,
@@ -528,6 +528,10 @@ class AsyncClient:
             if isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED":
                 return None
             raise
+
+    def _answer(self, prompt: str | bytes | Sequence[str] | None, **arguments: Any) -> AsyncStream:
+        """A request whose answer comes whole, in one response."""
+        return AsyncStream(self, prompt, stream=False, **arguments)
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
         schema = self._schemas.get(model)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterable, Sequence
+from typing import Any, Protocol
 
 from quire_client import _connection as conn
 from quire_client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ProtocolError, QuireClientError
+from quire_client.protocol import ModelSchema
 from quire_client.types import Chunk, Embeddings
-
-if TYPE_CHECKING:
-    from quire_client.aio import AsyncClient, AsyncStream
 
 MAX_OPEN = 64
 """Requests under way at a time; a server computes them together."""
@@ -23,8 +21,24 @@ Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """A text, its token ids, or several of either."""
 
 
+class Answer(AsyncIterable[Chunk], Protocol):
+    """`AsyncStream`, as far as embeddings need it."""
+
+    async def start(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Client(Protocol):
+    """`AsyncClient`, as far as embeddings need it."""
+
+    async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema: ...
+
+    def _answer(self, prompt: str | None, **arguments: Any) -> Answer: ...
+
+
 async def embed(
-    client: AsyncClient,
+    client: Client,
     prompts: Prompts,
     *,
     model: str,
@@ -37,8 +51,6 @@ async def embed(
     Args:
         name: what errors call `prompts`.
     """
-    from quire_client.aio import AsyncStream
-
     deadline = conn.Deadline(timeout)
     schema = await client._schema(model, deadline)
     if schema.outputs is not None and "embedding" not in schema.outputs:
@@ -47,7 +59,7 @@ async def embed(
     is_one = isinstance(prompts, str) or (
         len(prompts) > 0 and not any(hasattr(one, "__len__") for one in prompts)
     )
-    under_way: deque[AsyncStream] = deque()
+    under_way: deque[Answer] = deque()
     chunks: list[Chunk] = []
 
     async def collect_next() -> None:
@@ -63,10 +75,8 @@ async def embed(
     try:
         for prompt in [prompts] if is_one else prompts:
             given: dict[str, Any] = {} if isinstance(prompt, str) else {"input_ids": prompt}
-            stream = AsyncStream(
-                client,
+            stream = client._answer(
                 prompt if isinstance(prompt, str) else None,
-                stream=False,
                 model=model,
                 timeout=deadline.remaining(),
                 outputs=[output for output in OUTPUTS if output in (schema.outputs or OUTPUTS)],

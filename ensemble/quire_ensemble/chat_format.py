@@ -12,6 +12,7 @@ from typing import Any
 
 from quire_common.client_json import parse_json
 from quire_common.errors import InputError, kind, shown
+from quire_ensemble.messages import Conversation, check_response_format, check_tool_choice, check_tools
 
 FIELD = "chat_format"
 PROMPT_END = 64
@@ -32,6 +33,18 @@ class ChatFormat:
     prompt_end: str = ""
     """Last characters of the rendered prompt."""
 
+    @classmethod
+    def from_conversation(cls, conversation: Conversation, prompt: str) -> ChatFormat:
+        """Facts of a conversation; `prompt`: the text rendered from it."""
+        calls_none = conversation.tool_choice == "none"
+        return cls(
+            tools=[] if calls_none else conversation.tools or [],
+            tool_choice="auto" if calls_none else conversation.tool_choice,
+            parallel_tool_calls=conversation.parallel_tool_calls,
+            response_format=conversation.response_format,
+            prompt_end=prompt[-PROMPT_END:],
+        )
+
     @property
     def asks_for_grammar(self) -> bool:
         """Whether the client says what the answer must be."""
@@ -51,8 +64,6 @@ def parse_chat_format(raw: bytes | str) -> ChatFormat:
     Raises:
         InputError: names what is wrong.
     """
-    from quire_ensemble.messages import check_response_format, check_tool_choice, check_tools
-
     value = parse_json(FIELD, raw)
     if not isinstance(value, dict):
         raise InputError(FIELD, f"must be an object, got {kind(value)}")

@@ -16,7 +16,6 @@ from typing import Any
 
 from quire_common.client_json import parse_json
 from quire_common.errors import InputError, kind, shown
-from quire_ensemble.chat_format import PROMPT_END, ChatFormat
 
 FIELD = "messages"
 MAX_MESSAGES = 4096
@@ -55,16 +54,6 @@ class Conversation:
     """auto, none, required, or "function:NAME"."""
     parallel_tool_calls: bool = True
     response_format: dict[str, Any] | None = None
-
-    def chat_format(self, prompt: str) -> ChatFormat:
-        """Facts of the conversation that the generator must know; `prompt`: the text rendered from it."""
-        return ChatFormat(
-            tools=[] if self.tool_choice == "none" else self.tools or [],
-            tool_choice="auto" if self.tool_choice == "none" else self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=self.response_format,
-            prompt_end=prompt[-PROMPT_END:],
-        )
 
 
 def parse_conversation(

@@ -293,7 +293,7 @@ class Tokenizer:
         conversation = chat.parse_conversation(raw_json, max_bytes=max_bytes)
         text = self.render(conversation, max_bytes)
         token_ids = self.encode(text, add_special_tokens=False, field=chat.FIELD, max_tokens=max_tokens)
-        return token_ids, conversation.chat_format(text)
+        return token_ids, ChatFormat.from_conversation(conversation, text)
 
     def _render(self, messages: list[dict[str, Any]], max_bytes: int = chat.MAX_BYTES, **kwargs: Any) -> str:
         from quire_ensemble.template_bounds import bounded

@@ -21,6 +21,7 @@ import numpy as np
 
 from quire_common.errors import InputError, one_line
 from quire_ensemble import messages as chat
+from quire_ensemble.chat_format import ChatFormat
 from quire_ensemble.errors import VisionError
 from quire_ensemble.images import (
     EncodedImage,
@@ -200,7 +201,7 @@ class VisionProcessor:
         )
         rest = iter(given)
         sources = [next(rest) if data is None else data for data in found]
-        return token_ids, sources, conversation.chat_format(text).to_json()
+        return token_ids, sources, ChatFormat.from_conversation(conversation, text).to_json()
 
     def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
         """The images, none of them decoded, once it is known that all of them together are within limits."""

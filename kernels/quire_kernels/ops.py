@@ -183,6 +183,30 @@ def norm_rope_write(
     return out
 
 
+@registry.implementation("norm_rope_write", "reference")
+def _norm_rope_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_layer: KVLayer,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """`norm_rope_write` by its parts, each by its best implementation."""
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    sizes = [num_heads, num_kv_heads]
+    rotated, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        # A float32 weight over a narrower type multiplies before the result is rounded.
+        parts = zip(rotated.split(sizes, dim=1), norms, strict=True)
+        rotated = torch.cat([rms_norm(x.to(w.dtype), w, eps).to(x.dtype) for x, w in parts], dim=1)
+    query, key = rope(rotated, cos, sin).split(sizes, dim=1)
+    write_kv(key, value, kv_layer, slot_mapping)
+    return query
+
+
 def copy_blocks(blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies whole blocks inside the cache; all sources are read before any target is written.
 

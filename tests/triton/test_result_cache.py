@@ -38,7 +38,8 @@ from quire.triton import result_cache  # noqa: E402
 from quire.triton.metrics import RequestMetrics  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
-from quire.triton.result_cache import ChoiceResult, ResultCache, Results  # noqa: E402
+from quire.triton.result_cache import ResultCache  # noqa: E402
+from quire.triton.results import ChoiceResult, Results  # noqa: E402
 from quire_ensemble.generator_schema import OUTPUTS  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402

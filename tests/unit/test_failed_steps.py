@@ -276,9 +276,7 @@ def test_random_failures_and_cancellations_change_no_tokens(seed: int) -> None:
         engine.add(f"r{next(numbers)}", 0, rng.randrange(1, 10), prompt=prompt, **options)
 
     def abort() -> None:
-        if open_ids := [
-            name for name in engine.requests if name in {*scheduler.roster.requests, *scheduler.roster.groups}
-        ]:
+        if open_ids := [name for name in engine.requests if name in scheduler.roster.sequences]:
             engine.abort(rng.choice(open_ids))
 
     for _ in range(120):

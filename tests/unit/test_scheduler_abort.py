@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from quire.config import CacheConfig
-from quire.core.trace import SchedulerTrace
 from quire.errors import InvalidArgumentError
 from quire.request import RequestStatus
 from tests.fixtures.fake_engine import FakeEngine
@@ -211,7 +210,7 @@ def test_a_row_that_cannot_be_taken_in_ends_its_request_alone() -> None:
 def test_a_trace_on_a_full_disk_ends_and_the_requests_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """The write raised out of update(): tokens that were computed were never told."""
     engine = FakeEngine()
-    SchedulerTrace.attach(engine.scheduler, CacheConfig(), "/dev/full")
+    engine.scheduler.start_trace(CacheConfig(), "/dev/full")
     engine.add("a", 5, 6)
     engine.add("b", 5, 6)
     engine.run()

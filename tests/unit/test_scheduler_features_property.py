@@ -42,9 +42,9 @@ class World:
         preempt = self.scheduler.roster.preempt
 
         def counted(request: Request) -> None:
-            group, running = request.group, self.scheduler.roster.running
-            for_others = any(other is not request and other.group is not group for other in running)
-            self.seen["preempted for others"] += group is None or for_others
+            is_one, running = request.group_id not in self.scheduler.groups, self.scheduler.roster.running
+            for_others = any(other.group_id != request.group_id for other in running)
+            self.seen["preempted for others"] += is_one or for_others
             preempt(request)
 
         self.scheduler.roster.preempt = counted  # type: ignore[method-assign]

@@ -7,6 +7,8 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +314,16 @@ def test_environment_variables_of_ours_have_one_prefix_and_are_listed_in_one_pla
     assert read <= named | {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
 
 
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name, which may be empty or a module too, of each import in a file, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}: a relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
 def test_core_imports_neither_torch_nor_zeromq_and_packages_keep_their_places() -> None:
     forbidden = {
         "backend/quire/core": {"torch", "zmq", "triton_python_backend_utils"},
@@ -323,12 +335,35 @@ def test_core_imports_neither_torch_nor_zeromq_and_packages_keep_their_places() 
     broken = []
     for folder, names in forbidden.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    modules = [node.module]
-                broken += [f"{path}: {m}" for m in modules if m.split(".")[0] in names]
+            broken += [f"{path}: {module}" for module, _ in imported(path) if module.split(".")[0] in names]
     assert broken == []
+
+
+def test_modules_do_not_import_each_other_in_a_circle(tmp_path: Path) -> None:
+    """Not for types either, nor within functions: modules in a circle can only be understood together. A
+    package may gather names of its modules: of a module's own package nothing is said."""
+
+    def check(*roots: Path) -> None:
+        files = {
+            ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+            for root in roots
+            for path in root.rglob("*.py")
+        }
+        graph = {
+            name: {
+                whole if (whole := f"{module}.{part}") in files else module for module, part in imported(path)
+            }
+            for name, path in files.items()
+        }
+        TopologicalSorter(graph).prepare()
+
+    check(*(ROOT / folder for folder in ("backend", "kernels", "ensemble", "common", "client")))
+    (tmp_path / "a.py").write_text("from b import c", "utf-8")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "__init__.py").touch()
+    (tmp_path / "b" / "c.py").write_text("def f():\n    import a", "utf-8")
+    with pytest.raises(CycleError, match=r"\['a', 'b.c', 'a'\]|\['b.c', 'a', 'b.c'\]"):
+        check(tmp_path)
 
 
 def test_docstrings_name_their_noun_and_functions_what_they_do(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def traced_engine(path: Path | None = None, *, num_blocks: int = 64, **options: 
     engine = FakeEngine(
         num_blocks=num_blocks, block_size=BLOCK_SIZE, cache={"enable_prefix_caching": True}, **options
     )
-    SchedulerTrace.attach(engine.scheduler, cache, path)
+    engine.scheduler.start_trace(cache, path)
     return engine
 
 

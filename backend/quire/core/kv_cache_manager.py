@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 
 from quire.core.block_hash import extra_keys, group_key, hash_blocks
 from quire.core.block_pool import BlockPool
@@ -12,19 +11,7 @@ from quire.core.kv_events import KVEventCollector
 from quire.core.pins import Pins
 from quire.core.prefix import IN_TIER, NULL_BLOCK, CachedPrefix, PrefixLookup
 from quire.models.kv_groups import KVGroup, blocks_per_sequence
-from quire.request import Request
-
-
-@dataclass(slots=True)
-class RequestBlocks:
-    """Blocks of one running request."""
-
-    blocks: list[list[int]]
-    """Block ids per KV group; NULL_BLOCK where the block was given back."""
-    released: list[int]
-    """Number of leading blocks that are NULL_BLOCK, per KV group."""
-    num_cached: int = 0
-    """Leading blocks that were offered to the prefix cache."""
+from quire.request import Request, RequestBlocks
 
 
 class KVCacheManager:

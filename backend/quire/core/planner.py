@@ -9,7 +9,7 @@ from quire.core.drafts import DraftBudget, Drafter
 from quire.core.policies.batch import BatchPolicy
 from quire.core.policies.reservation import Reservation
 from quire.core.prefix import CachedPrefix
-from quire.core.probation import Probation, group_id
+from quire.core.probation import Probation
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
@@ -235,15 +235,16 @@ class Planner:
         return self._reservation.try_admit(request, prefix.num_blocks - self._kv.num_taken(prefix))
 
     def _may_run(self, request: Request) -> bool:
-        return self._only is None or group_id(request) == self._only
+        return self._only is None or request.group_id == self._only
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether a waiting request needs no slot, or may have one now."""
-        adapter, group = request.adapter, request.group
+        adapter = request.adapter
         if adapter is None or self._adapters is None:
             return adapter is None
         # Beams that run keep the slot until one that was preempted has caught up, whomever it is promised to.
-        beams = group.live.values() if group and request.sampling_params.beam_width > 1 else ()
+        searches = request.sampling_params.beam_width > 1
+        beams = self._roster.sequences[request.group_id].values() if searches else ()
         return any(beam.status is RequestStatus.RUNNING for beam in beams) or self._adapters.may_run(adapter)
 
     def _begin_reservation(self) -> None:
@@ -278,8 +279,7 @@ class Planner:
             victim = running[-1]
             if victim.load_id is not None:
                 return None  # its blocks are being written: this request waits until that has ended
-            group = victim.group
-            alone = all(other is victim or (group and other.group is group) for other in running)
+            alone = all(other.group_id == victim.group_id for other in running)
             if alone and self._kv.pins.release_oldest():
                 continue
             self._roster.preempt(victim)
@@ -302,7 +302,7 @@ class Planner:
                 request.eos_token_ids,
                 request.embeds,
                 slot=slot,
-                num_choices=1 if request.group is None else request.group.num_draws,
+                num_choices=1 if request.sampling_params.beam_width > 1 else request.num_sequences,
                 num_prompt_logprobs=(
                     request.num_prompt_tokens
                     if request.prompt_logprobs is None
@@ -369,7 +369,7 @@ class Planner:
         num_prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < num_prompt_tokens:
             return 0  # counts as prefill
-        if request.group is not None and request.sampling_params.beam_width > 1:
+        if request.sampling_params.beam_width > 1:
             return 0  # the runner must be told the tokens
         end = num_prompt_tokens + request.max_output_tokens(self._max_model_len)
         return min(end - 1, self._kv.plain_decode_until(request))

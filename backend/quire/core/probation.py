@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from quire.request import Request
@@ -28,6 +28,16 @@ class InFlightSuspects(NamedTuple):
 NO_SUSPECTS = InFlightSuspects()
 
 
+class _Suspect(NamedTuple):
+    request: Request
+    """The request, or the first of its choices."""
+    sequences: Mapping[int, Request]
+    """Its unfinished choices by index."""
+    goal: float
+    """Output tokens that prove it. Ranked choices begin anew, and how far they came is not known: only their
+    end proves them."""
+
+
 class Probation:
     """Requests that go on after an engine's death, until they are proven: they got further, or have ended.
 
@@ -43,51 +53,38 @@ class Probation:
         self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
         self.in_flight_suspects = NO_SUSPECTS
         """Suspects in the steps under way; another object whenever they change."""
-        self._suspects: dict[str, tuple[Request, float]] = {}
-        """Suspects by id: the request, or the first of its choices, and the number of output tokens that
-        proves it. Ranked choices begin anew, and how far they came is not known: only their end proves
-        them."""
+        self._suspects: dict[str, _Suspect] = {}
         self._alone: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self._suspects) or self.in_flight_suspects is not NO_SUSPECTS
 
-    def add(self, request: Request) -> None:
-        """A request that an engine had which died."""
-        begins_anew = request.group is not None and request.group.is_ranked
-        goal = math.inf if begins_anew else _num_tokens(request) + self._num_proving
-        self._suspects[group_id(request)] = request, goal
+    def add(self, request: Request, sequences: Mapping[int, Request]) -> None:
+        """A request that an engine had which died; `sequences`: the roster's unfinished ones of it."""
+        begins_anew = request.sampling_params.beam_width > 1
+        goal = math.inf if begins_anew else _num_tokens(sequences) + self._num_proving
+        self._suspects[request.request_id] = _Suspect(request, sequences, goal)
 
     def review(self) -> str | None:
         """Forgets who is proven; the id of the only request that may have rows, or None: all may."""
-        for request_id, (request, goal) in list(self._suspects.items()):
-            if not _is_open(request) or _num_tokens(request) >= goal:
+        for request_id, (_, sequences, goal) in list(self._suspects.items()):
+            if not sequences or _num_tokens(sequences) >= goal:
                 del self._suspects[request_id]
         if self._alone not in self._suspects:
-            waiting = [request for request, _ in self._suspects.values() if request.num_deaths > 1]
+            waiting = [one.request for one in self._suspects.values() if one.request.num_deaths > 1]
             first = min(waiting, key=lambda request: request.rank, default=None)
-            self._alone = None if first is None else group_id(first)
+            self._alone = None if first is None else first.request_id
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
         """Rows of these requests are under way."""
-        group_ids = {group_id(request) for request in requests}
+        group_ids = {request.group_id for request in requests}
         at_risk = tuple(sorted(group_ids & self._suspects.keys()))
         suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS
         if suspects != self.in_flight_suspects:
             self.in_flight_suspects = suspects
 
 
-def group_id(request: Request) -> str:
-    """Id that the frontend gave it, or the request whose choice it is."""
-    return request.request_id if request.group is None else request.group.request_id
-
-
-def _is_open(request: Request) -> bool:
-    return not request.is_finished if request.group is None else bool(request.group.live)
-
-
-def _num_tokens(request: Request) -> int:
+def _num_tokens(sequences: Mapping[int, Request]) -> int:
     """Output tokens, of the choice that has most."""
-    live = [request] if request.group is None else request.group.live.values()
-    return max((one.num_output_tokens for one in live), default=0)
+    return max((one.num_output_tokens for one in sequences.values()), default=0)

@@ -38,8 +38,7 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
         if request.scheduling.is_internal:
             continue  # the engine's own
         if tenant is None or request.scheduling.tenant == tenant:
-            name = request.request_id if request.group is None else request.group.request_id
-            groups.setdefault(name, []).append(request)
+            groups.setdefault(request.group_id, []).append(request)
     num_running = sum(members[0].status is RequestStatus.RUNNING for members in groups.values())
     now = roster.clock()
     listed = [_entry(members, roster, positions, now) for members in list(groups.values())[:MAX_LISTED]]
@@ -54,10 +53,9 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
 def _entry(members: list[Request], roster: Roster, positions: dict[str, int], now: float) -> dict[str, Any]:
     """One request, by its live sequences: the first runs if any does."""
     first = members[0]
-    external_id = first.external_id if first.group is None else first.group.external_id
     state, waits_for = _state(first, roster, positions)
     return {
-        "id": external_id[:MAX_NAME_LENGTH],
+        "id": first.external_id[:MAX_NAME_LENGTH],
         "tenant": first.scheduling.tenant,
         "adapter": "" if first.adapter is None else first.adapter.name,
         "state": state,

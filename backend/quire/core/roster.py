@@ -13,7 +13,6 @@ from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue
 from quire.core.policies.tenants import Tenants
 from quire.core.prefix import CachedPrefix
-from quire.core.sequence_group import SequenceGroup
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.outputs import SchedulerOutput
@@ -64,8 +63,8 @@ class Roster:
         )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id; choices with rows of their own are requests "id#index"."""
-        self.groups: dict[str, SequenceGroup] = {}
-        """Groups of unfinished requests that have several sequences, by the request's id."""
+        self.sequences: dict[str, dict[int, Request]] = {}
+        """Unfinished requests by `group_id` and index; one that has not forked yet is alone there."""
         self.running: list[Request] = []
         self.num_free_seats = config.max_num_seqs
         """Rows that a step may still have."""
@@ -83,8 +82,7 @@ class Roster:
     def add(self, request: Request) -> None:
         """Takes a new request into the queue; it was checked."""
         self.requests[request.request_id] = request
-        if request.group is not None:
-            self.groups[request.request_id] = request.group
+        self.sequences[request.group_id] = {request.index: request}
         if request.external_id:
             key = request.scheduling.tenant, request.external_id
             self._by_external_id.setdefault(key, {})[request.request_id] = None
@@ -202,6 +200,7 @@ class Roster:
     def fork(self, parent: Request, child: Request, num_computed: int) -> None:
         """A choice begins beside its parent, or waits if it finds no place or the parent does not run."""
         self.requests[child.request_id] = child
+        self.sequences[child.group_id][child.index] = child
         self._deadlines.push(child)
         self.tenants.on_waiting(child)
         child.num_computed_tokens = num_computed
@@ -250,18 +249,15 @@ class Roster:
             self.transfers.drop(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
-        request_id, external_id, is_over = request.request_id, request.external_id, True
-        group = request.group
-        if group is not None:
-            request_id, external_id = group.request_id, group.external_id
-            del group.live[request.index]
-            is_over = not group.live
-            if is_over:
-                del self.groups[request_id]
-        if external_id and is_over:
+        group_id, external_id = request.group_id, request.external_id
+        del self.sequences[group_id][request.index]
+        if self.sequences[group_id]:
+            return
+        del self.sequences[group_id]
+        if external_id:
             key = request.scheduling.tenant, external_id
             same = self._by_external_id[key]
-            del same[request_id]
+            del same[group_id]
             if not same:
                 del self._by_external_id[key]
 
@@ -343,11 +339,12 @@ class Roster:
             self.adapters.check_integrity([one.adapter for one in self.running if one.adapter is not None])
         seats = sum(request.num_sequences for request in self.running)
         assert self.num_free_seats == max_num_seqs - seats >= 0, (self.num_free_seats, seats)
-        for request_id, group in self.groups.items():
-            assert group.live and group.request_id == request_id
-            assert all(self.requests[r.request_id] is r for r in group.live.values())
-        known = {*self.requests, *self.groups}
-        assert {id for ids in self._by_external_id.values() for id in ids} <= known
+        for group_id, sequences in self.sequences.items():
+            assert sequences and all(sequences[r.index] is r for r in sequences.values())
+            assert all(request.group_id == group_id for request in sequences.values())
+        listed = [request for sequences in self.sequences.values() for request in sequences.values()]
+        assert {request.request_id: request for request in listed} == self.requests
+        assert {id for ids in self._by_external_id.values() for id in ids} <= self.sequences.keys()
 
 
 def session_pin(request: Request) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.adapters import Adapter
-from quire.config import SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core.adapters import AdapterSlots
 from quire.core.drafts import DraftBudget, Drafter
 from quire.core.kv_cache_manager import KVCacheManager
@@ -19,8 +21,9 @@ from quire.core.policies.preemption import PreemptionCost
 from quire.core.policies.reservation import make_reservation
 from quire.core.probation import Probation
 from quire.core.roster import Roster
-from quire.core.sequence_group import make_sequence_group
+from quire.core.sequence_group import SequenceGroup, make_sequence_group
 from quire.core.step import Step
+from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.errors import EngineError, InvalidArgumentError, QuireError, describe
 from quire.outputs import (
@@ -104,6 +107,8 @@ class Scheduler:
         self.roster = Roster(
             config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s, adapters=adapters
         )
+        self.groups: dict[str, SequenceGroup] = {}
+        """Unfinished requests with several sequences, by id."""
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self.probation = Probation(config.num_draft_tokens)
@@ -118,6 +123,26 @@ class Scheduler:
         self._num_steps = 0
         self._in_flight: deque[Step] = deque()  # the oldest first
         self._updated = 0.0
+
+    def start_trace(self, cache: CacheConfig, path: str | Path | None = None) -> SchedulerTrace:
+        """Records the steps from now on; before the first request, as a replay knows no others.
+
+        Args:
+            cache: what the block manager was made from.
+            path: the file to append to; None: records are kept in memory.
+        """
+        kv, roster = self.kv, self.roster
+        engine = {
+            "scheduler": dataclasses.asdict(self.config),
+            "max_model_len": self.max_model_len,
+            "cache": {**dataclasses.asdict(cache), "num_blocks": kv.num_blocks},
+            "windows": [[group.window, list(group.layers)] for group in kv.groups],
+            "max_step_tokens": kv.max_step_tokens,
+            "tiers": self.transfers.tiers is not None,
+            "adapters": roster.adapters is not None,
+        }
+        roster.trace = SchedulerTrace(path, block_size=kv.block_size, clock=roster.clock, engine=engine)
+        return roster.trace
 
     def add_request(self, request: Request, outputs: dict[int, list[int]] | None = None) -> None:
         """Queues a request: a new one, or one that an engine had which died (`Request.num_deaths`).
@@ -134,7 +159,7 @@ class Scheduler:
         """
         assert request.status is RequestStatus.WAITING, request
         request_id, roster = request.request_id, self.roster
-        if "#" in request_id or request_id in roster.requests or request_id in roster.groups:
+        if "#" in request_id or request_id in roster.sequences:
             raise InvalidArgumentError("request_id", f"{request_id!r:.80} is in use, or holds a '#'")
         num_tokens = request.num_prompt_tokens + max(map(len, (outputs or {}).values()), default=0)
         if num_tokens >= self.max_model_len:  # there is no room for one token of output
@@ -159,14 +184,17 @@ class Scheduler:
                 ahead=roster.queue.ahead(request),
             )
             roster.tenants.check_arrival(request, now)
-        request.group = make_sequence_group(request, self.max_model_len)
         if outputs is not None:
             request.token_ids += outputs.get(0, [])
         roster.add(request)
-        if outputs is not None and request.group is not None:
-            request.group.resume(request, outputs, roster)
+        sequences = roster.sequences[request_id]
+        group = make_sequence_group(request, sequences, self.max_model_len)
+        if group is not None:
+            self.groups[request_id] = group
+            if outputs is not None:
+                group.resume(request, outputs, roster)
         if request.num_deaths:
-            self.probation.add(request)
+            self.probation.add(request, sequences)
         self.transfers.prefetch(request)
         if roster.trace is not None:
             roster.trace.on_arrival(request)
@@ -265,8 +293,9 @@ class Scheduler:
                     continue
                 if not result.token_ids and not result.embedding:
                     raise EngineError("no token was drawn for it")
-                if request.group is not None:
-                    outputs += request.group.apply_result(
+                group = self.groups.get(request.group_id)
+                if group is not None:
+                    outputs += group.apply_result(
                         request, result, self.roster, self._apply_result, self._complete
                     )
                 else:
@@ -336,10 +365,10 @@ class Scheduler:
     def _apply_result(self, request: Request, result: RowOutput) -> EngineCoreOutput:
         """Appends sampled tokens to their request, up to one that ends it; an embedding ends it in their
         place. Returns what its caller sees."""
-        token_ids, group = request.token_ids, request.group
-        output = EngineCoreOutput(request.request_id, result.token_ids, logprobs=result.logprobs)
-        if group is not None:
-            output.request_id, output.index = group.request_id, request.index
+        token_ids = request.token_ids
+        output = EngineCoreOutput(
+            request.group_id, result.token_ids, index=request.index, logprobs=result.logprobs
+        )
         _tell_drafts(output, request)
         if len(token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
@@ -392,7 +421,7 @@ class Scheduler:
         outputs = []
         for request_id in request_ids:
             parent, _, index = request_id.rpartition("#")
-            group = self.roster.groups.get(parent)
+            group = self.groups.get(parent)
             if group is not None and not group.is_ranked and index.isdecimal():
                 one = group.live.get(int(index))
                 if one is not None and group.has_forked:
@@ -400,8 +429,8 @@ class Scheduler:
                     outputs.append(_final_output(parent, int(index), one, reason))
                 continue
             request = self.roster.requests.get(request_id)
-            if request is None and request_id in self.roster.groups:
-                request = next(iter(self.roster.groups[request_id].live.values()))
+            if request is None and request_id in self.groups:
+                request = next(iter(self.groups[request_id].live.values()))
             if request is not None:
                 outputs += self._end_all(request, reason)
         return outputs
@@ -455,14 +484,10 @@ class Scheduler:
         """Ends a request, or what is left of it, as its row could not be taken in."""
         logger.exception("a step could not be taken in", extra=request.log_fields)
         self._take_back(request, row)
-        group = request.group
-        if group is not None:
-            for one in list(group.live.values()):
-                self._finish(one, FinishReason.ERROR)
-        elif not request.is_finished:
-            self._finish(request, FinishReason.ERROR)
+        for one in list(self.roster.sequences.get(request.group_id, {}).values()):
+            self._finish(one, FinishReason.ERROR)
         return EngineCoreOutput(
-            request.request_id if group is None else group.request_id,
+            request.group_id,
             finish_reason=str(FinishReason.ERROR),
             error=f"the engine failed while computing the request: {describe(error)}",
             error_code=EngineError.code,
@@ -567,12 +592,9 @@ class Scheduler:
         code: str = EngineError.code,
     ) -> list[EngineCoreOutput]:
         """Ends a request with all its choices; an error is told once."""
-        group = request.group
-        if group is None:
-            request_id, indices, requests = request.request_id, [0], [request]
-        else:
-            request_id, indices = group.request_id, group.open_indices
-            requests = list(group.live.values())
+        group, request_id = self.groups.get(request.group_id), request.group_id
+        indices = [0] if group is None else group.open_indices
+        requests = list(self.roster.sequences[request_id].values())
         for one in requests:
             self._finish(one, reason, is_external=error is None)
         if error is not None:
@@ -589,6 +611,8 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._admission.on_departure()
         self.roster.finish(request, reason, is_external=is_external)
+        if request.group_id not in self.roster.sequences:
+            self.groups.pop(request.group_id, None)
 
     def _end_step(self) -> None:
         if self.roster.trace is not None:

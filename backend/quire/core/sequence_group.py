@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
+from quire.core.roster import Roster
 from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
 from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams, choice_seed
-
-if TYPE_CHECKING:
-    from quire.core.roster import Roster
 
 ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]
 """Appends what a row has sampled to its request, ends that where it is due, and says so."""
@@ -28,32 +26,22 @@ class SequenceGroup:
 
     Args:
         request: the first choice, and before the fork all of them.
+        live: the roster's unfinished sequences of the request, by index.
     """
 
     is_ranked = False
     """Whether they compete: they are known only when all have ended, and none can be ended alone."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, live: Mapping[int, Request]) -> None:
         self.request_id = request.request_id
-        self.external_id = request.external_id
         self.count = request.num_sequences
         self.has_forked = False
-        self.live: dict[int, Request] = {0: request}
-        """Unfinished choices by index."""
-
-    @property
-    def num_draws(self) -> int:
-        """Tokens to draw when the first row samples."""
-        return 1 if self.has_forked else self.count
+        self.live = live
 
     @property
     def open_indices(self) -> list[int]:
         """Choices whose end was not reported yet."""
         return list(self.live) if self.has_forked else list(range(self.count))
-
-    def is_paused(self, request: Request) -> bool:
-        """Whether there is nothing to compute for it before something is known of the others."""
-        return False
 
     def apply_result(
         self,
@@ -117,6 +105,7 @@ class SequenceGroup:
             eos_token_ids=parent.eos_token_ids,
             arrival_time=parent.arrival_time,
             scheduling=parent.scheduling,
+            external_id=parent.external_id,
             embeds=parent.embeds,
             adapter=parent.adapter,
         )
@@ -124,10 +113,9 @@ class SequenceGroup:
         child.num_sequences = 1
         child.rank = (*parent.rank[:2], index)
         child.block_hashes = list(parent.block_hashes)
-        child.index, child.group, child.admitted_at = index, self, parent.admitted_at
+        child.index, child.group_id, child.admitted_at = index, self.request_id, parent.admitted_at
         child.num_cached_tokens = parent.num_prompt_tokens
         child.prompt_logprobs = None
-        self.live[index] = child
         return child
 
 
@@ -165,10 +153,9 @@ class BeamSearch(SequenceGroup):
     """
 
     is_ranked = True
-    num_draws = 1
 
-    def __init__(self, request: Request, max_model_len: int) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, live: Mapping[int, Request], max_model_len: int) -> None:
+        super().__init__(request, live)
         self._max_model_len = max_model_len
         self._params = request.sampling_params
         self._num_cached_tokens = 0
@@ -183,9 +170,6 @@ class BeamSearch(SequenceGroup):
     @property
     def open_indices(self) -> list[int]:
         return list(range(self._params.n))
-
-    def is_paused(self, request: Request) -> bool:
-        return request.index in self._reports
 
     def apply_result(
         self,
@@ -205,6 +189,7 @@ class BeamSearch(SequenceGroup):
             self._first_token_at = self._first_token_at or roster.clock()
             self._prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs)
         self._reports[request.index] = result.logprobs[0]
+        request.is_paused = True
         if len(self._reports) < len(self.live):
             return []
         roster.take_one_seat(request)
@@ -307,6 +292,7 @@ class BeamSearch(SequenceGroup):
             self._sums[index] = candidate.cumulative_logprob
             self._logprobs[index] = self._extended(candidate)
             beam = self.live[index]
+            beam.is_paused = False
             beam.token_ids.append(candidate.token_id)
             if beam.status is RequestStatus.RUNNING:
                 beam.num_forced_tokens = 1
@@ -324,12 +310,14 @@ class BeamSearch(SequenceGroup):
         return [*self._logprobs[candidate.beam], entry]
 
 
-def make_sequence_group(request: Request, max_model_len: int) -> SequenceGroup | None:
+def make_sequence_group(
+    request: Request, live: Mapping[int, Request], max_model_len: int
+) -> SequenceGroup | None:
     """Makes the group of a request with several sequences; None: it has one."""
     params = request.sampling_params
     if params.num_sequences == 1:
         return None
     if params.beam_width > 1:
-        return BeamSearch(request, max_model_len)
+        return BeamSearch(request, live, max_model_len)
     assert not params.is_ranked, "the frontend ranks choices (`split_ranking`)"
-    return SequenceGroup(request)
+    return SequenceGroup(request, live)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
-from quire.config import CacheConfig
 from quire.core.block_hash import hash_blocks
 from quire.outputs import SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
-
-if TYPE_CHECKING:
-    from quire.core.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
 
@@ -61,6 +56,7 @@ class SchedulerTrace:
         path: the file to append to; None: records are kept in memory.
         block_size: of the blocks that `hash_ids` stand for.
         clock: the scheduler's.
+        engine: what a replay needs to know of the engine: configuration, limits, KV groups.
     """
 
     def __init__(
@@ -69,11 +65,11 @@ class SchedulerTrace:
         *,
         block_size: int = 16,
         clock: Callable[[], float] = time.monotonic,
+        engine: Mapping[str, Any] | None = None,
     ) -> None:
         self.records: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        """Record of the engine that a replay needs: configuration, limits, KV groups. In a file it is the
-        first record, an event `engine`."""
+        """Record of the engine; in a file it is the first one, an event `engine`."""
         self.block_size = block_size
         self.clock = clock
         self._file: BinaryIO | None = None
@@ -88,36 +84,10 @@ class SchedulerTrace:
         self._ended: list[list[Any]] = []
         self._preempted: list[str] = []
         self._finished: list[dict[str, Any]] = []
-
-    @classmethod
-    def attach(
-        cls, scheduler: Scheduler, cache: CacheConfig, path: str | Path | None = None
-    ) -> SchedulerTrace:
-        """Records a scheduler's steps from now on, with the header that a replay needs.
-
-        Requests that it holds already are unknown to a replay, so this is done before the first.
-
-        Args:
-            cache: what the scheduler's block manager was made from.
-        """
-        kv = scheduler.kv
-        trace = cls(path, block_size=kv.block_size, clock=scheduler.roster.clock)
-        trace.header = {
-            "event": "engine",
-            "version": VERSION,
-            "time": trace.clock(),
-            "scheduler": dataclasses.asdict(scheduler.config),
-            "max_model_len": scheduler.max_model_len,
-            "cache": {**dataclasses.asdict(cache), "num_blocks": kv.num_blocks},
-            "windows": [[group.window, list(group.layers)] for group in kv.groups],
-            "max_step_tokens": kv.max_step_tokens,
-            "tiers": scheduler.transfers.tiers is not None,
-            "adapters": scheduler.roster.adapters is not None,
-        }
-        if trace._file is not None:
-            trace._write(trace.header)
-        scheduler.roster.trace = trace
-        return trace
+        if engine is not None:
+            self.header = {"event": "engine", "version": VERSION, "time": clock(), **engine}
+            if self._file is not None:
+                self._write(self.header)
 
     def on_arrival(self, request: Request) -> None:
         arrival: dict[str, Any] = {
@@ -148,9 +118,9 @@ class SchedulerTrace:
     def on_finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
         """A request has ended; `is_external`: the scheduler was told so, and did not find out by itself."""
         if is_external:
-            in_flight, request_id, group = bool(self._records), request.request_id, request.group
-            if group is not None and group.has_forked and not group.is_ranked and request.index == 0:
-                request_id += "#0"  # this choice alone
+            in_flight, request_id, params = bool(self._records), request.request_id, request.sampling_params
+            if request.num_sequences < params.num_sequences and params.beam_width == 1:
+                request_id += "#0"  # this choice alone: the others have forked
             self._ended.append([request_id, str(reason), in_flight, len(self._arrivals)])
         self._finished.append(
             {

@@ -19,7 +19,6 @@ import msgspec
 from quire.adapters import Adapter, AdapterStatus, AdapterWeights, SavedAdapter, SavedAdapters
 from quire.config import AdapterConfig
 from quire.core.adapters import AdapterSlots
-from quire.core.probation import group_id
 from quire.engine.cache_commands import LoadAdapter, UnloadAdapter
 from quire.errors import (
     CheckpointError,
@@ -298,7 +297,7 @@ class AdapterRegistry:
 
     def _num_users(self, adapter: Adapter) -> int:
         """How many unfinished requests are computed with an adapter; choices count as one."""
-        return len({group_id(one) for one in self.requests.values() if one.adapter is adapter})
+        return len({one.group_id for one in self.requests.values() if one.adapter is adapter})
 
     def drop_weights(self) -> None:
         """Gives back the memory of all weights: the engine sleeps, and reads them again."""

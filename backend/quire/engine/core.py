@@ -463,7 +463,7 @@ class EngineCore:
 
     def enable_trace(self, path: Path | None = None) -> SchedulerTrace:
         """Records every step from now on, in a file or (None) in memory."""
-        return SchedulerTrace.attach(self.scheduler, self.config.cache, path)
+        return self.scheduler.start_trace(self.config.cache, path)
 
     def warm_up(self) -> None:
         """Computes a prompt and tokens behind it, likeliest and drawn ones, so that no request pays for

@@ -15,7 +15,6 @@ import numpy as np
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
-from quire.core.trace import SchedulerTrace
 from quire.errors import UnavailableError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
@@ -285,7 +284,7 @@ class Simulator:
             clock=self.clock,
             session_ttl_s=config.cache.session_ttl_s,
         )
-        self.trace = SchedulerTrace.attach(self.scheduler, config.cache) if trace else None
+        self.trace = self.scheduler.start_trace(config.cache) if trace else None
         """Trace of the steps, the same in every run but for `plan_s`, which are wall times."""
         self._arrivals = deque(arrivals)
         self._concurrency = concurrency

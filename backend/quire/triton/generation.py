@@ -10,7 +10,7 @@ from quire.core.probation import InFlightSuspects
 from quire.engine.messages import AddRequest
 from quire.frontend.output_processor import RequestProcessor
 from quire.triton.request_handle import RequestHandle
-from quire.triton.result_cache import Recording
+from quire.triton.results import Recording
 
 MAX_CRASHES_ALONE = 2
 

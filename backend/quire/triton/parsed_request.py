@@ -13,7 +13,7 @@ from quire.frontend.chat.formats import Answer
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
-from quire.triton.result_cache import Recording, Results
+from quire.triton.results import Recording, Results
 
 CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
 """Outputs that an answer to chat messages has besides its text."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_kernels.registry import implementation
+from quire_kernels.registry import implementation, select
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 MIN_TEMPERATURE = 1e-6
@@ -132,18 +132,17 @@ def _places(starts: torch.Tensor, token_ids: torch.Tensor) -> _Places:
 @implementation("sample", "reference")
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """See `ops.sample`."""
-    from quire_kernels import ops  # which imports this
-
+    argmax = select("argmax", logits.device.type, logits.dtype)
     if rows.edits is not None:
         edit_logits(logits, rows.edits)
     draws = _numbers(rows.temperature) > 0
     if draws.all():
         return _draw(logits, rows)
     if not draws.any():
-        return ops.argmax(logits)
+        return argmax(logits)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     best, drawn = _index(~draws, logits), _index(draws, logits)
-    token_ids[best] = ops.argmax(logits[best])
+    token_ids[best] = argmax(logits[best])
     token_ids[drawn] = _draw(logits[drawn], rows.select_rows(drawn))
     return token_ids
 

@@ -1,0 +1,78 @@
+"""Results: what an engine answered to a request, as the result cache records and keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.frontend.output_processor import OutputProcessor
+from quire.outputs import EngineCoreOutput, TokenLogprobs
+from quire.request import FinishReason
+
+LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+"""Ends that the request itself has brought about; others come from clocks, clients and faults."""
+
+
+class ChoiceResult(msgspec.Struct, array_like=True):
+    """Whole output of the engine for one choice."""
+
+    item: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float | None = None
+    num_cached_tokens: int = 0
+    embedding: bytes = b""
+
+    def is_sound(self, vocab_size: int) -> bool:
+        """Whether an engine may have said it; entries may come from anywhere."""
+        entries = [*(self.logprobs or ()), *(one for one in self.prompt_logprobs or () if one is not None)]
+        return (
+            self.finish_reason in LASTING
+            and self.num_cached_tokens >= 0
+            and all(0 <= token < vocab_size for token in self.token_ids)
+            and (self.logprobs is None or len(self.logprobs) == len(self.token_ids))
+            and all(len(one.token_ids) == len(one.logprobs) > 0 for one in entries)
+            and all(0 <= token < vocab_size for one in entries for token in one.token_ids)
+        )
+
+
+class Results(msgspec.Struct, array_like=True):
+    """An entry."""
+
+    version: int
+    choices: list[ChoiceResult]
+
+
+@dataclass
+class Recording:
+    """Outputs of the engine for a request that was not found in the cache."""
+
+    key: bytes
+    fingerprint: str
+    """Fingerprint of the engine that was asked (`EngineInfo`)."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Digest of each adapter's content by its name, as they were then."""
+    choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
+
+    def add_output(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
+        """Notes an output, before `choice` has taken it."""
+        if choice.finished:
+            return  # what was on its way when a stop string ended it
+        place = choice.item, choice.index
+        result = self.choices.get(place)
+        if result is None:
+            result = self.choices[place] = ChoiceResult(*place, [], "")
+            result.prompt_logprobs = output.prompt_logprobs
+        result.token_ids += output.new_token_ids
+        if output.logprobs is not None:
+            result.logprobs = result.logprobs or []
+            result.logprobs += output.logprobs
+        result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
+        if output.cumulative_logprob is not None:
+            result.cumulative_logprob = output.cumulative_logprob
+        result.stop_reason, result.embedding = output.stop_reason, output.embedding
