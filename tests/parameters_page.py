@@ -39,8 +39,8 @@ TENSORRT_LLM_TENSORS = {
     "end_id": "the one token that ends the answer; -1: none does",
     "pad_id": "accepted, without effect",
     "input_lengths": "tokens of `input_ids` that count",
-    "stop_words_list": "`stop_token_ids`, and `stop` for words of several tokens",
-    "bad_words_list": "token ids that never follow each other",
+    "stop_words_list": "in the form of `bad_words_list`; as `stop_token_ids`, and as `stop` for words of several tokens",
+    "bad_words_list": "[2, n]: the ids of all banned words one behind the other, then the place where each word ends, filled up with -1; as `bad_words`",
     "embedding_bias": "`logit_bias`, a number for each token id; at most {MAX_LOGIT_BIAS} of them not 0".format_map(
         vars(sampling)
     ),
@@ -51,6 +51,8 @@ TENSORRT_LLM_TENSORS = {
     "guided_decoding_guide": "the value of `structured_output`",
 }
 """Meaning of TensorRT-LLM's inputs that have no one name here."""
+
+SHAPES = {"output_ids": "[1, 1, n]", "output_log_probs": "[1, 1, n]"}
 
 HEAD = """\
 # Parameters of a request
@@ -70,13 +72,14 @@ REPOSITORY = """\
 
 | before | after |
 | --- | --- |
-| `preprocessing/` (texts to ids) | goes: a generator takes `text_input`, `messages` or `input_ids`. Its ids alone: `/tokenize` of the gateway |
+| `preprocessing/` (texts to ids) | goes: a generator takes `text_input`, `messages` or `input_ids`. Ids alone: the model `tokenizer` of `quire repository build`, or `/tokenize` of [the gateway](../client/README.md) |
 | `tensorrt_llm/` with an engine | a generator of this name, as below: clients that send `input_ids` and `request_output_len` go on as they are |
 | `postprocessing/` (ids to texts) | goes: every answer has `text_output` and `output_ids`. Texts of ids: `/detokenize` of the gateway |
 | `tensorrt_llm_bls/`, `ensemble/` | a generator of this name, as below: clients that send `text_input` and `max_tokens` go on as they are |
 | `1/model.py`, engine files, `max_queue_delay_microseconds`, `dynamic_batching`, declarations of inputs and outputs | go: every step batches what is ready, and the backend declares its tensors |
-| `instance_group` | may stay: each instance is a frontend of the one engine |
-| `model_transaction_policy` | may stay; decoupled is the default |
+| `parameters { ... }` | go: one that stays is refused by name ([what to write in its place](keys.md#tensorrt-llms-parameters-of-configpbtxt)) |
+| `name`, `max_batch_size`, `version_policy`, `instance_group` | stay: each instance is a frontend of the one engine |
+| `model_transaction_policy` | stays and has its effect. Without it a model is decoupled, and Triton's HTTP refuses `/infer`: write `model_transaction_policy { decoupled: false }` for clients that send it |
 
 Each folder holds two files, and all folders of the same `quire.json` share one engine, its weights and its cache:
 
@@ -84,7 +87,10 @@ Each folder holds two files, and all folders of the same `quire.json` share one 
 ensemble/config.pbtxt     backend: "quire"
                           max_batch_size: 64
 ensemble/1/quire.json     {"model": "/path/to/checkpoint", "dialect": "tensorrt_llm"}
-```"""
+```
+
+The dialect is the default of `exclude_input_in_output`: with it the text of an answer that is not streamed begins with the prompt,
+as TensorRT-LLM's does; a request that states `true` gets the answer alone."""
 
 
 def _range(name: str, hint: Any) -> str:
@@ -144,7 +150,7 @@ def lines() -> Iterator[str]:
     yield from ("", "## How it is answered", "", *_named(schema.CONTROL_INPUTS))
     yield from (
         "", "## TensorRT-LLM's names", "",
-        "vllm_backend's names are ours. TensorRT-LLM's are understood by every generator: those of `tensorrt_llm`, of `tensorrt_llm_bls` and its ensemble, and of `llmapi`. As tensors a model declares them whose config.pbtxt has a `max_batch_size` above 0.",
+        "vllm_backend's names are ours. TensorRT-LLM's are understood by every generator: those of `tensorrt_llm`, of `tensorrt_llm_bls` and its ensemble, and of `llmapi`. A model declares them as tensors if its config.pbtxt has a `max_batch_size` above 0; there `stop: true`, a BOOL, ends the request of that id.",
         "", "| name | here |", "| --- | --- |",
     )  # fmt: skip
     for theirs, ours in dialects.RENAMED.items():
@@ -160,7 +166,26 @@ def lines() -> Iterator[str]:
     )  # fmt: skip
     for theirs, neutral in dialects.NEUTRAL.items():
         yield f"| `{theirs}` | {', '.join(f'`{str(one).lower()}`' for one in ('null', *neutral))} |"
-    yield from ("", REPOSITORY)
+    yield from (
+        "",
+        "## What TensorRT-LLM's clients read",
+        "",
+        "With a `max_batch_size` above 0; each has the batch dimension in front.",
+        "",
+    )
+    yield from ("| output | shape | meaning |", "| --- | --- | --- |")
+    ours = ("text_output", "output_ids", "batch_index", "finish_reason")
+    for spec in (
+        *(spec for spec in schema.outputs_of(batched=True) if spec.name in ours),
+        *schema.TENSORRT_LLM_OUTPUTS,
+    ):
+        yield f"| `{spec.name}` | {SHAPES.get(spec.name, '[1, 1]')} | {_shown(spec.doc.split(', [')[0].removesuffix('.'))} |"
+    yield from (
+        "",
+        "`logprobs`, if asked for, is JSON. Context and generation logits are not returned.",
+        "",
+        REPOSITORY,
+    )
 
 
 def page() -> str:

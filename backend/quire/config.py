@@ -299,7 +299,7 @@ class FrontendConfig:
     gateways that authenticate clients and set the header of every request."""
     dialect: Literal["quire", "vllm", "tensorrt_llm"] = "quire"
     """Whose habits count where a request leaves something open: vllm and tensorrt_llm begin the text of an
-    answer that is not streamed with the prompt, unless `exclude_input_in_output` is stated. With vllm the
+    answer that is not streamed with the prompt, unless `exclude_input_in_output` is true. With vllm the
     defaults are temperature 1 and 16 tokens, responses hold text alone and what a `return_*` asks for, and
     `logprobs` and `finish_reason` have vllm_backend's form. The names of all are understood in any case."""
     metrics_names: Literal["quire", "vllm"] = "quire"
