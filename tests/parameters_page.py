@@ -52,7 +52,12 @@ TENSORRT_LLM_TENSORS = {
 }
 """Meaning of TensorRT-LLM's inputs that have no one name here."""
 
-SHAPES = {"output_ids": "[1, 1, n]", "output_log_probs": "[1, 1, n]"}
+SHAPES = {
+    "output_ids": "[1, 1, n]",
+    "output_log_probs": "[1, 1, n]",
+    "text_output": "[1]",
+    "finish_reason": "[1]",
+}
 
 HEAD = """\
 # Parameters of a request
@@ -170,7 +175,7 @@ def lines() -> Iterator[str]:
         "",
         "## What TensorRT-LLM's clients read",
         "",
-        "With a `max_batch_size` above 0; each has the batch dimension in front.",
+        "From a model with a `max_batch_size` above 0; the first dimension is the batch.",
         "",
     )
     yield from ("| output | shape | meaning |", "| --- | --- | --- |")
