@@ -384,7 +384,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one token more than the model's length",
-        "backend/quire/request.py",
+        "backend/quire/core/request.py",
         "limit = max_model_len - self.num_prompt_tokens\n",
         "limit = max_model_len + 1 - self.num_prompt_tokens\n",
         ("tests/unit/test_scheduler.py::test_the_pool_exhausted_by_one_sequence_ends_it_with_length",),

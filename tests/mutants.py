@@ -152,14 +152,14 @@ _POOL = (
     ),
     Mutant(
         "a prompt of full blocks is shared with its last token",
-        "backend/quire/request.py",
+        "backend/quire/core/request.py",
         "count = len(self.token_ids) - 1",
         "count = len(self.token_ids)",
         ("tests/unit/test_prefix_cache.py::test_the_same_prompt_again_computes_one_block_at_most",),
     ),
     Mutant(
         "prompts whose logits are wanted are taken from the cache",
-        "backend/quire/request.py",
+        "backend/quire/core/request.py",
         "return count if self.prompt_logprobs is None else",
         "return count if True else",
         ("tests/unit/test_logprobs.py::test_equal_to_transformers_chunked_and_with_prefix_hits",),

@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from quire.config import EngineConfig
+from quire.core.request import FinishReason
 from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.engine.messages import EngineInfo
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.outputs import EngineCoreOutput, SchedulerStats
-from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_engine import FakeEngine

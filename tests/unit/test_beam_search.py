@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from quire.config import EngineConfig
+from quire.core.request import FinishReason, Request
 from quire.engine.core import EngineCore
 from quire.errors import InvalidArgumentError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput
-from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint

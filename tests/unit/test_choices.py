@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.core.request import FinishReason, Request
 from quire.errors import InvalidArgumentError
 from quire.frontend.output_processor import RequestProcessor, split_ranking
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, RequestOutput, SchedulerOutput
-from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams, choice_seed
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine

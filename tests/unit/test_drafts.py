@@ -10,8 +10,8 @@ import pytest
 
 import quire.core.scheduler
 from quire.core.drafts import DraftBudget, Drafter
+from quire.core.request import Request
 from quire.models.kv_groups import KVGroup
-from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.drafters import eager

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.core.kv_cache_manager import KVCacheManager
-from quire.request import Request
+from quire.core.request import Request
 from quire.sampling_params import SamplingParams
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
+from quire.core.request import Request
 from quire.errors import UnavailableError
-from quire.request import Request
 from quire.scheduling_params import SchedulingParams
 from quire.simulator.cost import PRESETS
 from quire.simulator.simulate import SampledTokens, Simulator, make_request

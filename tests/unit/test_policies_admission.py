@@ -9,8 +9,8 @@ import pytest
 from quire.config import SchedulerConfig
 from quire.core.policies.admission import MIN_DEPARTURES, SIGMAS, AdmissionControl, DeadlineHeap
 from quire.core.policies.preemption import PreemptionCost
+from quire.core.request import Request, RequestStatus
 from quire.errors import UnavailableError
-from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine

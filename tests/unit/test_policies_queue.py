@@ -20,7 +20,7 @@ from quire.core.policies.queue import (
     make_queue,
 )
 from quire.core.policies.ranked_requests import RankedRequests
-from quire.request import Request
+from quire.core.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fair_queue import counter

@@ -8,8 +8,8 @@ import pytest
 
 from quire.config import EngineConfig, TenantLimits
 from quire.core.policies.tenants import MAX_IDLE_TENANTS, Tenants
+from quire.core.request import Request
 from quire.errors import UnavailableError
-from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 

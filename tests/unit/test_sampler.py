@@ -14,8 +14,8 @@ import torch
 from scipy import stats
 from transformers.generation import logits_process as hf
 
+from quire.core.request import Request
 from quire.outputs import RowOutput
-from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.worker.sampler import sampling_tensors
 from quire.worker.sampling_batch import SamplingRow, collect_edits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.config import CacheConfig
+from quire.core.request import RequestStatus
 from quire.errors import InvalidArgumentError
-from quire.request import RequestStatus
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import STAGES, VOCAB_SIZE
 

@@ -11,9 +11,9 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput
-from quire.request import Request
 from quire.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from quire.core.request import Request
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine

@@ -15,10 +15,10 @@ import pytest
 
 from quire.config import SchedulerConfig
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.scheduler import Scheduler
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.outputs import EngineCoreOutput, RowOutput, SchedulerOutput
-from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from tests.fixtures.fake_runner import EOS_TOKEN_IDS, VOCAB_SIZE, FakeRunner, generate_alone
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.config import CacheConfig
+from quire.core.request import FinishReason
 from quire.core.trace import SchedulerTrace
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.request import FinishReason
 from quire.scheduling_params import SchedulingParams
 from quire.simulator.replay import ReplayReport, replay
 from quire.simulator.workload import read_records

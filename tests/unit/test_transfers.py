@@ -8,8 +8,8 @@ import pytest
 
 from quire.core.block_hash import hash_blocks
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.request import Request
 from quire.core.transfers import BlockTransfers
-from quire.request import Request
 from quire.sampling_params import SamplingParams
 from tests.fixtures.fake_engine import FakeEngine
 

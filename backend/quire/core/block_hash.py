@@ -7,7 +7,7 @@ import hashlib
 from array import array
 
 from quire.adapters import Adapter
-from quire.request import Request
+from quire.core.request import Request
 
 DIGEST_SIZE = 16
 """Bytes; a collision would show one request another's text, so it must not happen by intent either."""

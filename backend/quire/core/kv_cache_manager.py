@@ -10,8 +10,8 @@ from quire.core.block_pool import BlockPool
 from quire.core.kv_events import KVEventCollector
 from quire.core.pins import Pins
 from quire.core.prefix import IN_TIER, NULL_BLOCK, CachedPrefix, PrefixLookup
+from quire.core.request import Request, RequestBlocks
 from quire.models.kv_groups import KVGroup, blocks_per_sequence
-from quire.request import Request, RequestBlocks
 
 
 class KVCacheManager:

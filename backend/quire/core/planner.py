@@ -10,10 +10,10 @@ from quire.core.policies.batch import BatchPolicy
 from quire.core.policies.reservation import Reservation
 from quire.core.prefix import CachedPrefix
 from quire.core.probation import Probation
+from quire.core.request import Request, RequestStatus
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
-from quire.request import Request, RequestStatus
 
 MAX_PASSED_OVER = 256
 """Waiting requests that one step looks at in vain, because each has to wait for something of its own."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from quire.core.block_hash import group_key, hash_blocks
 from quire.core.block_pool import BlockPool
+from quire.core.request import Request
 from quire.models.kv_groups import KVGroup
-from quire.request import Request
 
 NULL_BLOCK = -1
 """Entry of a block table whose block lies before the window and is not there any more, or never was."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from quire.request import Request
+from quire.core.request import Request
 
 PROVEN_TOKENS = 16
 """Tokens that a request must get further after a death to be no suspect any more: an engine is some tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quire.request import Request, RequestStatus
+from quire.core.request import Request, RequestStatus
 from quire.scheduling_params import MAX_NAME_LENGTH
 
 if TYPE_CHECKING:

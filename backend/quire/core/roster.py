@@ -13,10 +13,10 @@ from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue
 from quire.core.policies.tenants import Tenants
 from quire.core.prefix import CachedPrefix
+from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.outputs import SchedulerOutput
-from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduling_params import MAX_PIN_TTL_S
 
 logger = logging.getLogger("quire")

@@ -20,6 +20,7 @@ from quire.core.policies.admission import AdmissionControl
 from quire.core.policies.preemption import PreemptionCost
 from quire.core.policies.reservation import make_reservation
 from quire.core.probation import Probation
+from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.roster import Roster
 from quire.core.sequence_group import SequenceGroup, make_sequence_group
 from quire.core.step import Step
@@ -34,7 +35,6 @@ from quire.outputs import (
     SchedulerOutput,
     SchedulerStats,
 )
-from quire.request import FinishReason, Request, RequestStatus
 from quire.validation import check_choices
 
 if TYPE_CHECKING:

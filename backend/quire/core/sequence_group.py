@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.roster import Roster
 from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
-from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams, choice_seed
 
 ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]

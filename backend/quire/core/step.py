@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.core.request import Request
 from quire.outputs import ScheduledRequest, SchedulerOutput
-from quire.request import Request
 
 
 class Step:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from quire.core.block_hash import hash_blocks
+from quire.core.request import FinishReason, Request
 from quire.outputs import SchedulerOutput, SchedulerStats
-from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from quire.core.block_hash import group_key, hash_blocks
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.prefix import IN_TIER, NULL_BLOCK, CachedPrefix
+from quire.core.request import Request, SwappedBlocks
 from quire.outputs import KVLoad, KVSave
-from quire.request import Request, SwappedBlocks
 
 if TYPE_CHECKING:
     from quire.kv_tiers import KVTiers

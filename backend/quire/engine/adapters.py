@@ -19,6 +19,7 @@ import msgspec
 from quire.adapters import Adapter, AdapterStatus, AdapterWeights, SavedAdapter, SavedAdapters
 from quire.config import AdapterConfig
 from quire.core.adapters import AdapterSlots
+from quire.core.request import Request, RequestStatus
 from quire.engine.cache_commands import LoadAdapter, UnloadAdapter
 from quire.errors import (
     CheckpointError,
@@ -30,7 +31,6 @@ from quire.errors import (
     describe,
 )
 from quire.outputs import RunnerInfo
-from quire.request import Request, RequestStatus
 from quire_common.errors import one_line, shown
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from quire.core.probation import NO_SUSPECTS, InFlightSuspects
+from quire.core.request import FinishReason
 from quire.engine.connection import THAWED_S, EngineConnection
 from quire.engine.messages import (
     AbortRequests,
@@ -27,7 +28,6 @@ from quire.engine.messages import (
 )
 from quire.engine.supervisor import EngineAddress
 from quire.errors import EngineStoppedError, UnavailableError
-from quire.request import FinishReason
 
 logger = logging.getLogger("quire")
 

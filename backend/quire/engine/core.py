@@ -24,6 +24,7 @@ from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
 from quire.core.probation import NO_SUSPECTS, InFlightSuspects
+from quire.core.request import FinishReason, Request
 from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
@@ -54,7 +55,6 @@ from quire.errors import (
 from quire.kv_tiers import KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
-from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from quire.validation import (

@@ -35,6 +35,7 @@ import numpy as np
 import zmq
 
 from quire.config import EngineConfig
+from quire.core.request import FinishReason
 from quire.engine.cache_commands import Health, LoadAdapter, Profile, Sleep, UnloadAdapter, Wake
 from quire.engine.core import PROBE_ID, EngineCore, error_output, make_executor
 from quire.engine.heartbeat import Heartbeat
@@ -68,7 +69,6 @@ from quire.errors import (
 )
 from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
-from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
 from quire.startup import StartTimeline, shown_phases

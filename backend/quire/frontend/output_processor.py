@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from quire.core.request import FinishReason
 from quire.frontend.chat.formats import Answer
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
-from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 
 MAX_UNDECODED = 256

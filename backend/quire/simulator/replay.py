@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.core.request import FinishReason
 from quire.core.scheduler import Scheduler
 from quire.core.trace import VERSION
 from quire.errors import InvalidArgumentError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import SchedulerOutput
-from quire.request import FinishReason
 from quire.simulator.simulate import SampledTokens, VirtualClock, make_kv, make_request
 from quire.simulator.workload import Arrival, arrivals_of_trace
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.errors import UnavailableError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
-from quire.request import Request
 from quire.simulator.cost import CostModel
 from quire.simulator.workload import END_TOKEN, Arrival
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from quire.core.request import FinishReason
 from quire.core.roster import WAITING_REASONS
 from quire.engine.messages import EngineInfo
-from quire.request import FinishReason
 from quire.triton.adapter_metrics import AdapterMetrics
 from quire.triton.metrics_board import (
     FINISHED,

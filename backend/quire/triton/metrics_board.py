@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.request import FinishReason
+from quire.core.request import FinishReason
 from quire_ensemble.triton_metrics import immortal
 
 logger = logging.getLogger("quire")

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from quire.core.request import FinishReason
 from quire.frontend.detokenizer import REPLACEMENT, TokenDecoder
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
-from quire.request import FinishReason
 from quire.triton.parsed_request import CHAT_OUTPUTS, UNPARSED, ParsedRequest
 from quire_ensemble.generator_schema import outputs_of
 from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from quire.core.probation import InFlightSuspects
+from quire.core.request import FinishReason
 from quire.engine.client import Answer, EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
     CancelByExternalId,
@@ -40,7 +41,6 @@ from quire.errors import QuireError, UnavailableError
 from quire.frontend.detokenizer import TokenDecoder
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
-from quire.request import FinishReason
 from quire.triton.drain import Drain
 from quire.triton.generation import Generation
 from quire.triton.observers import RequestEnded, RequestObserver, StreamMeter

@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from quire.config import CacheConfig
+from quire.core.request import FinishReason
 from quire.engine.messages import AddRequest, EngineInfo
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.result_store import MemoryStore, RedisStore
 from quire.outputs import EngineCoreOutput
-from quire.request import FinishReason
 from quire.scheduling_params import SchedulingParams
 from quire.triton.parsed_request import ParsedRequest
 from quire.triton.results import LASTING, ChoiceResult, Recording, Results

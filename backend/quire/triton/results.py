@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.core.request import FinishReason
 from quire.frontend.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput, TokenLogprobs
-from quire.request import FinishReason
 
 LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 """Ends that the request itself has brought about; others come from clocks, clients and faults."""

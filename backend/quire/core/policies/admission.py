@@ -9,8 +9,8 @@ import math
 import msgspec
 
 from quire.config import SchedulerConfig
+from quire.core.request import Request
 from quire.errors import UnavailableError
-from quire.request import Request
 
 MEMORY_S = 30.0
 """Busy seconds after which a step counts 1/e of the latest in the estimates."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.config import SchedulerConfig
-from quire.request import Request
+from quire.core.request import Request
 
 
 class Phases(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.config import SchedulerConfig
 from quire.core.policies.ranked_requests import RankedRequests
-from quire.request import Request
+from quire.core.request import Request
 
 TOKENS_PER_AGEING = 1000
 """shortest_first: tokens of work that `ageing_s` seconds of waiting outweigh."""

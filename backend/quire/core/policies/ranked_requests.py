@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from quire.request import Request
+from quire.core.request import Request
 
 
 class RankedRequests:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from quire.config import SchedulerConfig
-from quire.request import FinishReason, Request
+from quire.core.request import FinishReason, Request
 
 BlocksFor = Callable[[Request, int], int]
 """Blocks that one sequence of a request lacks to hold a number of tokens; of a waiting one, all it needs."""

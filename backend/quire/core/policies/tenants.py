@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from quire.config import TenantLimits
+from quire.core.request import Request
 from quire.errors import UnavailableError
-from quire.request import Request
 
 DEFAULT_TENANT = "*"
 MAX_IDLE_TENANTS = 10_000
