@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError
-from quire.models.hf_config import read_json
+from quire.layers.hf_config import read_json
 from quire_common.checkpoint_files import check_directory
 from quire_common.errors import is_name, shown
 

@@ -20,13 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.layers.embedding import Embedding
+from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import rope_frequencies
 from quire.layers.scheme import SCHEMES
 from quire.loader.info import read_configs
 from quire.loader.load import load_model
-from quire.models.hf_config import HFConfig
 from quire.models.kv_groups import blocks_per_sequence
 from quire.models.registry import model_class
 from quire_kernels import registry

@@ -15,8 +15,8 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from quire.errors import CheckpointError
+from quire.layers.hf_config import HFConfig
 from quire.layers.rotary import RopeConfig, RotaryEmbedding, rope_frequencies
-from quire.models.hf_config import HFConfig
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 

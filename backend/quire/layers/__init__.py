@@ -1,1 +1,4 @@
-"""Building blocks of models. A layer says which checkpoint tensor fills which of its weights (`weights`)."""
+"""Building blocks of models, and what a checkpoint's configuration says of them.
+
+A layer says which checkpoint tensor fills which of its weights (`weights`).
+"""

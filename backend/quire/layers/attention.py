@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quire.layers.config import DecoderConfig
 from quire.layers.context import LayerContext
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.models.config import DecoderConfig
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import NormKind
 

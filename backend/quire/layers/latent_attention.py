@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from quire.layers.config import DecoderConfig
 from quire.layers.context import LayerContext
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.scheme import LinearScheme
-from quire.models.config import DecoderConfig
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from quire.layers.config import DecoderConfig
 from quire.layers.context import AdapterStep
 from quire.layers.scheme import LayerTensors, LinearScheme
-from quire.models.config import DecoderConfig
 from quire_kernels import ops
 from quire_kernels.weights import PackedLinear
 

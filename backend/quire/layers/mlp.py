@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quire.layers.config import DecoderConfig
 from quire.layers.context import AdapterStep
 from quire.layers.linear import Linear
-from quire.models.config import DecoderConfig
 
 
 class GatedMLP(nn.Module):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from quire.layers.config import DecoderConfig, ExpertsConfig
 from quire.layers.context import AdapterStep
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.scheme import LinearScheme
-from quire.models.config import DecoderConfig, ExpertsConfig
 from quire_kernels import ops
 from quire_kernels.weights import PackedExperts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quire.models.config import DecoderConfig
+from quire.layers.config import DecoderConfig
 from quire_kernels import ops
 
 

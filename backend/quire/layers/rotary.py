@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from quire.converters import INT32_MAX
-from quire.models.hf_config import HFConfig
+from quire.layers.hf_config import HFConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 MIN_NUMBER = 1e-6

@@ -25,7 +25,7 @@ import torch
 
 from quire.adapters import AdapterTarget, AdapterWeights
 from quire.errors import CheckpointError
-from quire.models.config import DTYPES
+from quire.layers.config import DTYPES
 from quire_common.errors import in_line, one_line, shown
 from quire_common.weight_files import NamedTensor, read_pickle, read_safetensors
 

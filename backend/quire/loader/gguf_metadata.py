@@ -8,7 +8,7 @@ from typing import Any
 from gguf.constants import GGMLQuantizationType
 
 from quire.errors import CheckpointError
-from quire.models.hf_config import MAX_HEADS, HFConfig
+from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire_common.errors import shown
 from quire_common.gguf_file import GGUFError, GGUFFile
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError
-from quire.models.hf_config import MAX_SIZE, HFConfig, read_json
+from quire.layers.hf_config import MAX_SIZE, HFConfig, read_json
 from quire_common.checkpoint_files import check_directory
 from quire_common.errors import in_line, one_line
 from quire_common.gguf_file import GGUFError, find_gguf, part_names

@@ -17,7 +17,9 @@ import xxhash
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
+from quire.layers.config import DTYPES, DecoderConfig
 from quire.layers.embedding import Embedding
+from quire.layers.hf_config import MAX_SIZE, HFConfig
 from quire.layers.linear import Linear, Weight
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
@@ -25,9 +27,7 @@ from quire.loader.info import checkpoint_state, end_token_ids, read_configs
 from quire.loader.packed_cache import BackgroundWriter, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
-from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire.models.registry import model_class, with_head
 from quire_common.errors import in_line, one_line
 from quire_common.host_memory import trim_heap

@@ -10,16 +10,16 @@ from torch import nn
 
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.attention import Attention
+from quire.layers.config import DecoderConfig
 from quire.layers.context import AdapterStep, LayerContext
 from quire.layers.embedding import Embedding
+from quire.layers.hf_config import HFConfig
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Linear, Part, Weight
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding, neighbours_apart
-from quire.models.config import DecoderConfig
-from quire.models.hf_config import HFConfig
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec, LatentKV
 from quire.roofline import ModelWork

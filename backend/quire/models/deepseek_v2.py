@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
+from quire.layers.config import DecoderConfig, ExpertsConfig, LatentConfig
+from quire.layers.hf_config import MAX_SIZE, HFConfig
 from quire.layers.rotary import RopeConfig, yarn_scale
-from quire.models.config import DecoderConfig, ExpertsConfig, LatentConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import MAX_SIZE, HFConfig
 
 
 class LatentModel(DecoderModel):

@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig, ExpertsConfig
+from quire.layers.config import DecoderConfig, ExpertsConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.deepseek_v2 import LatentModel
-from quire.models.hf_config import HFConfig
 
 
 class DeepseekV3ForCausalLM(LatentModel):

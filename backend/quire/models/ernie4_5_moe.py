@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from quire.models.config import MAX_EXPERTS, DecoderConfig, ExpertsConfig
+from quire.layers.config import MAX_EXPERTS, DecoderConfig, ExpertsConfig
+from quire.layers.hf_config import MAX_SIZE, HFConfig
 from quire.models.ernie4_5 import Ernie4_5ForCausalLM
-from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire_kernels.routing import Routing
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from quire.models.config import SANDWICH_NORMS, DecoderConfig, windows_by_layer_type
+from quire.layers.config import SANDWICH_NORMS, DecoderConfig, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.models.gemma import GemmaForCausalLM
-from quire.models.hf_config import HFConfig
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):

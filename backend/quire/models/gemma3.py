@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
+from quire.layers.config import DecoderConfig, ropes_by_layer_type, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.layers.rotary import RopeConfig
-from quire.models.config import DecoderConfig, ropes_by_layer_type, windows_by_layer_type
 from quire.models.gemma2 import Gemma2ForCausalLM
-from quire.models.hf_config import HFConfig
 from quire.models.vision_language import VisionLanguageModel
 
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.layers.context import LayerContext
-from quire.layers.embedding import Embedding
-from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm, UnitNorm
-from quire.layers.rotary import RopeConfig
-from quire.models.config import (
+from quire.layers.config import (
     SANDWICH_NORMS,
     DecoderConfig,
     ropes_by_layer_type,
     windows_by_layer_type,
 )
+from quire.layers.context import LayerContext
+from quire.layers.embedding import Embedding
+from quire.layers.hf_config import MAX_HEADS, HFConfig
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm, UnitNorm
+from quire.layers.rotary import RopeConfig
 from quire.models.decoder import DecoderLayer, DecoderModel
-from quire.models.hf_config import MAX_HEADS, HFConfig
 from quire.models.kv_spec import AttentionKV, KVSpec
 from quire.models.vision_language import VisionLanguageModel
 from quire_kernels import ops

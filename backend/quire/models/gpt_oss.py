@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from quire.errors import CheckpointError
+from quire.layers.config import DecoderConfig, ExpertsConfig, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.layers.moe import MixtureOfExperts
-from quire.models.config import DecoderConfig, ExpertsConfig, windows_by_layer_type
 from quire.models.decoder import DecoderLayer, DecoderModel
-from quire.models.hf_config import HFConfig
 from quire_common.weight_files import NamedTensor
 from quire_kernels.reference.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from quire.errors import CheckpointError
-from quire.models.config import DecoderConfig, ExpertsConfig
+from quire.layers.config import DecoderConfig, ExpertsConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.granite import GraniteForCausalLM
-from quire.models.hf_config import HFConfig
 from quire_common.weight_files import NamedTensor
 
 _PARTS = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}

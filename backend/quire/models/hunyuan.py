@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import HFConfig
 from quire.layers.rotary import first_stated
-from quire.models.config import DecoderConfig
-from quire.models.hf_config import HFConfig
 from quire.models.llama import LlamaForCausalLM
 
 

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from quire.errors import CheckpointError
-from quire.models.config import DecoderConfig
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 from quire_common.weight_files import NamedTensor
 
 _NAMES = {

@@ -11,19 +11,19 @@ from torch import nn
 
 from quire.errors import CheckpointError
 from quire.layers.attention import Attention
-from quire.layers.context import AdapterStep
-from quire.layers.mlp import GatedMLP
-from quire.layers.moe import MixtureOfExperts
-from quire.layers.norm import UnitNorm
-from quire.models.config import (
+from quire.layers.config import (
     MAX_EXPERTS,
     DecoderConfig,
     ExpertsConfig,
     QueryScaling,
     layers_without_rope,
 )
+from quire.layers.context import AdapterStep
+from quire.layers.hf_config import HFConfig
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts
+from quire.layers.norm import UnitNorm
 from quire.models.decoder import DecoderLayer, DecoderModel
-from quire.models.hf_config import HFConfig
 from quire.models.vision_language import VisionLanguageModel
 from quire_common.weight_files import NamedTensor
 from quire_kernels import ops

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig
-from quire.models.hf_config import MAX_HEADS, HFConfig
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire.models.mixtral import MixtralForCausalLM
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig, QueryScaling, windows_by_layer_type
+from quire.layers.config import DecoderConfig, QueryScaling, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 
 
 class MistralForCausalLM(DecoderModel):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from quire.layers.config import DecoderConfig, ExpertsConfig
+from quire.layers.hf_config import HFConfig
 from quire.layers.moe import MixtureOfExperts
-from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.decoder import DecoderLayer
-from quire.models.hf_config import HFConfig
 from quire.models.mistral import MistralForCausalLM
 
 

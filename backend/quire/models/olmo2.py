@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
+from quire.layers.config import OUTPUT_NORMS, DecoderConfig, ropes_by_layer_type, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.layers.rotary import RopeConfig
-from quire.models.config import OUTPUT_NORMS, DecoderConfig, ropes_by_layer_type, windows_by_layer_type
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 
 
 class Olmo2ForCausalLM(DecoderModel):

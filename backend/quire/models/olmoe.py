@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 from quire.models.qwen3_moe import qwen_experts
 
 

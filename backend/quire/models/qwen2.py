@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from quire.models.config import DecoderConfig, windows_by_layer_type
+from quire.layers.config import DecoderConfig, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 
 
 def qwen_window(hf: HFConfig) -> Any:

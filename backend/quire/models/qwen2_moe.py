@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from quire.models.config import DecoderConfig, windows_by_layer_type
+from quire.layers.config import DecoderConfig, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 from quire.models.qwen2 import qwen_window
 from quire.models.qwen3_moe import qwen_experts
 

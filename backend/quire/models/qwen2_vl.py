@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.models.config import DecoderConfig
-from quire.models.hf_config import HFConfig
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.qwen2 import Qwen2ForCausalLM
 from quire.models.vision_language import VisionLanguageModel
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig, ExpertsConfig
-from quire.models.hf_config import HFConfig
+from quire.layers.config import DecoderConfig, ExpertsConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.qwen2 import qwen_window
 from quire.models.qwen3 import Qwen3ForCausalLM
 

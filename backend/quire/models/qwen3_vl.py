@@ -7,8 +7,8 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig
-from quire.models.hf_config import HFConfig
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import HFConfig
 from quire.models.qwen3 import Qwen3ForCausalLM
 from quire.models.vision_language import VisionLanguageModel
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from quire.layers.hf_config import HFConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

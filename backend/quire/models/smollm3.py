@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig, layers_without_rope, windows_by_layer_type
-from quire.models.hf_config import HFConfig
+from quire.layers.config import DecoderConfig, layers_without_rope, windows_by_layer_type
+from quire.layers.hf_config import HFConfig
 from quire.models.llama import LlamaForCausalLM
 
 

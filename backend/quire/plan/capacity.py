@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.layers.config import DecoderConfig
 from quire.loader.load import empty_model
-from quire.models.config import DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.simulator.cost import CostModel
 from quire.simulator.simulate import Simulator

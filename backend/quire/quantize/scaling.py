@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.models.config import DecoderConfig
+from quire.layers.config import DecoderConfig
 from quire.quantize.calibration import InputStatistics
 from quire.quantize.rounding import Grid
 

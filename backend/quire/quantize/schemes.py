@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.errors import CheckpointError
-from quire.models.config import DecoderConfig
+from quire.layers.config import DecoderConfig
 from quire.quantize.calibration import InputStatistics
 from quire.quantize.gptq import gptq_codes
 from quire.quantize.rounding import FP8, QuantizedMatrix, group_grid, on_grid, round_rows

@@ -10,12 +10,12 @@ import torch
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.layers.config import DTYPES
+from quire.layers.hf_config import read_json
 from quire.loader.files import find_weights
 from quire.loader.info import gguf_file, read_configs
 from quire.loader.load import HEAD, TABLE, check_tied, checkpoint_errors
-from quire.models.config import DTYPES
 from quire.models.decoder import DecoderLayer, DecoderModel
-from quire.models.hf_config import read_json
 from quire.models.registry import model_class, with_head
 from quire_common.errors import one_line
 from quire_common.weight_files import NamedTensor

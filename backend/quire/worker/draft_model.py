@@ -20,7 +20,7 @@ import torch
 
 from quire.config import ModelConfig
 from quire.errors import ConfigError
-from quire.models.config import DecoderConfig
+from quire.layers.config import DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.kv_groups import kv_groups
 from quire.outputs import ScheduledRequest

@@ -19,10 +19,10 @@ from quire.errors import CheckpointError, ConfigError
 from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
+from quire.layers.config import DecoderConfig
 from quire.loader.info import checkpoint_state
 from quire.loader.load import load_model
 from quire.logits_processors import load_logits_processors
-from quire.models.config import DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (

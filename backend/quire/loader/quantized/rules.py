@@ -11,6 +11,7 @@ import regex
 import torch
 
 from quire.config import QUANTIZATION_KEYS
+from quire.layers.hf_config import MAX_SIZE, HFConfig
 from quire.loader.quantized.formats import (
     AWQ,
     BNB4,
@@ -22,7 +23,6 @@ from quire.loader.quantized.formats import (
     ScaledRows,
     WholeIntegers,
 )
-from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire_common.errors import shown
 from quire_kernels.weights import FP8
 

@@ -11,9 +11,9 @@ import torch
 
 from quire.converters import INT32_MAX
 from quire.errors import ConfigError
+from quire.layers.hf_config import MAX_HEADS, MAX_SIZE, HFConfig
 from quire.layers.rotary import RopeConfig
 from quire.layers.scheme import SCHEMES, LinearScheme
-from quire.models.hf_config import MAX_HEADS, MAX_SIZE, HFConfig
 from quire_kernels.ranks import ALONE, Ranks
 from quire_kernels.routing import Routing
 
