@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from quire import config
-from quire.loader import adapter, gguf_metadata
+from quire.loader import adapter
+from quire.loader.gguf import metadata as gguf_metadata
 from quire.sampling_params import _UNUSED_DEFAULTS
 from quire.triton import vllm_config
 

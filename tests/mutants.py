@@ -660,7 +660,7 @@ _MODELS = (
     ),
     Mutant(
         "GGUF: keys are reordered by the number of query heads",
-        "backend/quire/loader/gguf_weights.py",
+        "backend/quire/loader/gguf/weights.py",
         '"attn_k": _heads(opened, arch, "head_count_kv")',
         '"attn_k": _heads(opened, arch, "head_count")',
         ("tests/unit/test_loader.py::test_gguf_equals_transformers_with_the_decoded_weights",),

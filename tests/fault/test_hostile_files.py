@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader import load as load_module
-from quire.loader.gguf_weights import block_scheme, read_gguf
+from quire.loader.gguf.weights import block_scheme, read_gguf
 from quire.loader.load import load_model
 from quire_common.gguf_file import GGUFError, GGUFFile, StoredTensor
 from quire_ensemble.errors import TokenizerError

@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType, quants
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
-from quire.loader import gguf_weights
-from quire.loader.gguf_weights import hf_name, read_gguf
+from quire.loader.gguf import weights as gguf_weights
+from quire.loader.gguf.weights import hf_name, read_gguf
 from quire.loader.load import load_model
 from quire_common.gguf_file import GGUFFile
 from quire_kernels import ops, registry

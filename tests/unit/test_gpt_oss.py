@@ -20,8 +20,8 @@ from quire.errors import CheckpointError
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import Router
-from quire.loader.gguf_metadata import read_gguf_config
-from quire.loader.gguf_weights import hf_name
+from quire.loader.gguf.metadata import read_gguf_config
+from quire.loader.gguf.weights import hf_name
 from quire.loader.load import load_model
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear

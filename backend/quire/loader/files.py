@@ -77,8 +77,8 @@ def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFil
     if config.load_format in ("auto", "gguf"):
         found = gguf_file(path)
         if found is not None:
-            from quire.loader.gguf_metadata import open_gguf
-            from quire.loader.gguf_weights import block_scheme, read_gguf
+            from quire.loader.gguf.metadata import open_gguf
+            from quire.loader.gguf.weights import block_scheme, read_gguf
 
             opened, keeps_blocks = gguf or open_gguf(found), config.quantization is None
             scheme = block_scheme(opened) if keeps_blocks else None

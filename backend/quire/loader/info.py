@@ -30,7 +30,7 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
         check_directory(path, CheckpointError)
     gguf = gguf_file(path)
     if gguf is not None:
-        from quire.loader.gguf_metadata import read_gguf_config
+        from quire.loader.gguf.metadata import read_gguf_config
 
         hf = read_gguf_config(gguf)
     elif path.is_dir():

@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType, quants
 from quire.errors import CheckpointError
 from quire.layers.config import MAX_EXPERTS
 from quire.layers.rotary import neighbours_apart
-from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
-from quire.loader.gguf_scheme import GGUFScheme
+from quire.loader.gguf.metadata import ROPE_FACTORS, is_mixtral
+from quire.loader.gguf.scheme import GGUFScheme
 from quire_common.errors import shown
 from quire_common.gguf_file import GGUFFile, StoredTensor
 from quire_common.weight_files import NamedTensor
