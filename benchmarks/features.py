@@ -27,7 +27,7 @@ from benchmarks import machine, report
 from benchmarks.growth import engine
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from quire.engine.core import EngineCore
-from quire.sampling_params import parse_sampling_params
+from quire.request.sampling_params import parse_sampling_params
 
 TEXTS = {"type": "array", "items": {"type": "string", "minLength": 30}, "minItems": 50}
 FEATURES: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ from benchmarks.peers.limits import Roofline
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, make_executor
 from quire.engine.executor import RunnerExecutor
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 16

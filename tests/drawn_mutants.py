@@ -313,7 +313,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half a pair is a stop string",
-        "backend/quire/sampling_params.py",
+        "backend/quire/request/sampling_params.py",
         '            if has_surrogates(entry):\n                raise fail(field, "entries must not hold',
         '            if False:\n                raise fail(field, "entries must not hold',
         ("tests/unit/test_sampling_params.py::test_refused_naming_the_parameter",),

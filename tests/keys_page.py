@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from quire import config
 from quire.loader import adapter
 from quire.loader.gguf import metadata as gguf_metadata
-from quire.sampling_params import _UNUSED_DEFAULTS
+from quire.request.sampling_params import _UNUSED_DEFAULTS
 from quire.triton import vllm_config
 
 ROOT = Path(__file__).resolve().parent.parent

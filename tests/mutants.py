@@ -49,7 +49,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     ),
     Mutant(
         "an image is told by its first row",
-        "backend/quire/multimodal.py",
+        "backend/quire/request/multimodal.py",
         "np.ascontiguousarray(embeds[first_row : first_row + length])",
         "np.ascontiguousarray(embeds[first_row : first_row + 1])",
         ("tests/unit/test_shared_array.py::test_an_image_is_told_by_all_of_its_rows_and_by_no_others",),
@@ -805,7 +805,7 @@ _FRONTEND = (
     ),
     Mutant(
         "a later source's value wins",
-        "backend/quire/sampling_params.py",
+        "backend/quire/request/sampling_params.py",
         "given.setdefault(field, converted)",
         "given[field] = converted",
         ("tests/unit/test_sampling_params.py::test_first_source_wins_and_all_are_checked",),

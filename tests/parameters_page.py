@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from quire import config
-from quire import sampling_params as sampling
+from quire.request import sampling_params as sampling
 from quire.triton import dialects
 from quire_ensemble import generator_schema as schema
 from quire_ensemble.generator_schema import TensorSpec

@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-    from quire.sampling_params import SamplingParams
+    from quire.request.sampling_params import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from quire.sampling_params import SamplingParams
+        from quire.request.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from quire.converters import unless_none
 from quire.errors import ConfigError
-from quire.scheduling_params import MAX_DRAFT_TOKENS
+from quire.request.scheduling_params import MAX_DRAFT_TOKENS
 from quire_common.errors import shown
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)

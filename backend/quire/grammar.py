@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidArgumentError
 from quire.json_schema import for_llguidance
-from quire.structured_output import StructuredOutput
+from quire.request.structured_output import StructuredOutput
 from quire_common.errors import kind, one_line
 from quire_ensemble.tokenizer import tokenizer_json
 

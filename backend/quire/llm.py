@@ -22,16 +22,16 @@ from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import ChatParsing, prepare_answer
 from quire.frontend.output_processor import RequestProcessor, split_ranking
 from quire.grammar import Vocabulary
-from quire.multimodal import PromptEmbeds
 from quire.outputs import RequestOutput
-from quire.sampling_params import (
+from quire.request.multimodal import PromptEmbeds
+from quire.request.sampling_params import (
     SamplingParams,
     check_limits,
     defaults_from_generation_config,
     parse_sampling_params,
 )
-from quire.scheduling_params import SchedulingParams
-from quire.structured_output import StructuredOutput
+from quire.request.scheduling_params import SchedulingParams
+from quire.request.structured_output import StructuredOutput
 from quire_ensemble.chat_format import ChatFormat
 
 

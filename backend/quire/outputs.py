@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.adapters import AdapterLoad, AdapterTarget
+from quire.layers.pooling import Pooling
 from quire.models.kv_groups import KVGroup
-from quire.multimodal import PromptEmbeds
-from quire.pooling import Pooling
+from quire.request.multimodal import PromptEmbeds
+from quire.request.sampling_params import SamplingParams
 from quire.roofline import DeviceLimits, ModelWork
-from quire.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from benchmarks import growth
 from benchmarks.peers.limits import Roofline
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.worker.input_batch import StepInputs
 from quire.worker.timeline import Timeline, idle_fraction
 

@@ -28,7 +28,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from quire.errors import QuireError
 from quire.llm import LLM
-from quire.sampling_params import _UNUSED_DEFAULTS
+from quire.request.sampling_params import _UNUSED_DEFAULTS
 from quire_ensemble.errors import TokenizerError
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.gguf_files import write_gguf

@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.worker import sampler as sampler_module
 from quire.worker.sampler import sampling_tensors
 from quire.worker.sampling_batch import SamplingRow, collect_edits

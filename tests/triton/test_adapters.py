@@ -23,7 +23,7 @@ from quire.engine.messages import EngineInfo  # noqa: E402
 from quire.errors import ConfigError, InvalidArgumentError  # noqa: E402
 from quire.frontend.output_processor import RequestProcessor  # noqa: E402
 from quire.outputs import EngineCoreOutput, SchedulerStats  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import adapter_metrics, metrics  # noqa: E402
 from quire.triton.config_completion import read_engine_config  # noqa: E402
 from quire.triton.generation import Generation  # noqa: E402

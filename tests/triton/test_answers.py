@@ -15,7 +15,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle, _logprobs, _vllm_logprobs  # noqa: E402
 from quire.triton.result_cache import nothing_said  # noqa: E402

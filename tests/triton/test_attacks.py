@@ -35,9 +35,9 @@ fake_pb_utils.install()
 from quire.config import FrontendConfig, ModelConfig  # noqa: E402
 from quire.errors import CheckpointError, InvalidArgumentError  # noqa: E402
 from quire.loader.load import load_model  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
+from quire.request.validation import check_logits_processors  # noqa: E402
 from quire.triton.request_parser import RequestParser  # noqa: E402
-from quire.validation import check_logits_processors  # noqa: E402
 from quire_client.openai.errors import RequestError  # noqa: E402
 from quire_client.openai.images import ImageFetcher, ImagePolicy  # noqa: E402
 from quire_client.openai.images import resolve as resolve_really  # noqa: E402

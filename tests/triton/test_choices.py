@@ -26,8 +26,8 @@ from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.frontend.detokenizer import TokenDecoder  # noqa: E402
 from quire.frontend.output_processor import split_ranking  # noqa: E402
 from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
-from quire.scheduling_params import SchedulingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
+from quire.request.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402

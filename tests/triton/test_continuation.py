@@ -19,8 +19,8 @@ from quire.config import EngineConfig
 from quire.core.probation import InFlightSuspects
 from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
-from quire.sampling_params import SamplingParams, parse_sampling_params
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams, parse_sampling_params
+from quire.request.scheduling_params import SchedulingParams
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.checkpoints import make_checkpoint

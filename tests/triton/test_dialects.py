@@ -14,7 +14,7 @@ import pytest
 from quire.config import FrontendConfig
 from quire.errors import ConfigError, InvalidArgumentError
 from quire.frontend.chat.formats import ChatParsing
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.triton import config_completion
 from quire.triton.request_parser import RequestParser
 from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, SAMPLING_INPUTS, inputs_of, outputs_of

@@ -18,7 +18,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.core.request import FinishReason  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import drain  # noqa: E402
 from quire.triton.drain import Drain, ServerAnswer  # noqa: E402
 from quire.triton.frontend import TritonPythonModel  # noqa: E402

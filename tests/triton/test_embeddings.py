@@ -15,7 +15,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.errors import InvalidArgumentError  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import RequestParser  # noqa: E402
 from quire_ensemble.generator_schema import outputs_of  # noqa: E402

@@ -19,7 +19,7 @@ from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import UnavailableError  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
 from tests.triton.test_choices import WAIT_S, Harness  # noqa: E402
 

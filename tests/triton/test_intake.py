@@ -18,7 +18,7 @@ fake_pb_utils.install()
 from quire.config import FrontendConfig  # noqa: E402
 from quire.engine.messages import EngineInfo  # noqa: E402
 from quire.errors import InvalidArgumentError, QuireError, UnavailableError  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.frontend import TritonPythonModel  # noqa: E402
 from quire.triton.intake import LONG_BYTES, SHORT_THREADS, Intake  # noqa: E402
 from quire.triton.raw_request import RawRequest  # noqa: E402

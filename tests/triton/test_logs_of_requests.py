@@ -20,7 +20,7 @@ from quire.config import EngineConfig  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.frontend.output_processor import OutputProcessor  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.intake import Intake  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402

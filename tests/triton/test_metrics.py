@@ -18,7 +18,7 @@ from quire.engine.messages import EngineInfo
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.outputs import EngineCoreOutput, SchedulerStats
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_metrics import FakeMetricFamily
@@ -26,7 +26,7 @@ from tests.fixtures.fake_runner import FakeRunner
 
 fake_pb_utils.install()
 
-from quire.scheduling_params import SchedulingParams  # noqa: E402
+from quire.request.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import metrics, metrics_board  # noqa: E402
 from quire.triton.metrics import EngineMetrics, RequestMetrics  # noqa: E402
 from quire.triton.metrics_board import HISTOGRAMS, MetricsBoard  # noqa: E402

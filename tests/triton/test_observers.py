@@ -12,8 +12,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.cache_commands import Health
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()

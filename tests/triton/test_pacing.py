@@ -17,7 +17,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.outputs import EngineCoreOutput, TokenLogprobs  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.pacing import (  # noqa: E402
     CPU_SHARE,
     MAX_INTERVAL_S,

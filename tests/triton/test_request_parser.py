@@ -17,8 +17,8 @@ from quire.engine.cache_commands import Health, Requests, Reset, Sleep, Unpin, W
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend.output_processor import RequestProcessor
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.triton.request_parser import RequestParser
 from quire_ensemble.generator_schema import OUTPUTS
 from quire_ensemble.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ fake_pb_utils.install()
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone  # noqa: E402

@@ -23,7 +23,7 @@ from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402

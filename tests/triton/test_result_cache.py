@@ -31,9 +31,9 @@ from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.engine.messages import AddRequest, EmbedsMessage, EngineInfo  # noqa: E402
 from quire.engine.shared_array import SharedArray  # noqa: E402
 from quire.frontend.output_processor import split_ranking  # noqa: E402
-from quire.logits_processors import NamedProcessor  # noqa: E402
-from quire.sampling_params import SamplingParams, StructuredOutput, Thinking  # noqa: E402
-from quire.scheduling_params import SchedulingParams  # noqa: E402
+from quire.request.logits_processors import NamedProcessor  # noqa: E402
+from quire.request.sampling_params import SamplingParams, StructuredOutput, Thinking  # noqa: E402
+from quire.request.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import result_cache  # noqa: E402
 from quire.triton.metrics import RequestMetrics  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402

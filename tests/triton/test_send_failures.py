@@ -22,7 +22,7 @@ fake_pb_utils.install()
 
 from quire.engine.cache_commands import Reset  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import responder  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402

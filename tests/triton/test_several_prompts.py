@@ -17,7 +17,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.errors import InvalidArgumentError  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import MAX_PROMPTS  # noqa: E402

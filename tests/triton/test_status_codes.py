@@ -17,7 +17,7 @@ fake_pb_utils.install()
 
 from quire.config import FrontendConfig  # noqa: E402
 from quire.errors import QuireError  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.intake import Intake  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import RequestParser  # noqa: E402

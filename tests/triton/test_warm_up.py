@@ -63,8 +63,8 @@ ENGINE = """
 import json, sys
 from quire.config import EngineConfig
 from quire.engine.loop import EngineCore, make_executor
-from quire.sampling_params import SamplingParams
-from quire.structured_output import StructuredOutput
+from quire.request.sampling_params import SamplingParams
+from quire.request.structured_output import StructuredOutput
 
 config = EngineConfig.from_mapping(json.loads(sys.argv[2]))
 core = EngineCore(config, make_executor(config, threaded=True))
@@ -93,7 +93,7 @@ from pathlib import Path
 from unittest import mock
 from quire.engine import loop
 from quire.engine.runtime_directory import RuntimeDirectory
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire_kernels.triton_lang import tuning
 from tests.fixtures.graphs import recorded_steps
 

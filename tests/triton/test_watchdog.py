@@ -31,7 +31,7 @@ from quire.engine.messages import AbortRequests, EngineInfo  # noqa: E402
 from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.runtime_directory import RuntimeDirectory  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
-from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.frontend import TritonPythonModel  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
 from tests.fixtures.fake_runner import FakeRunner  # noqa: E402

@@ -18,7 +18,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.engine.executor import RunnerExecutor
 from quire.outputs import RequestOutput
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.worker.block_table import BlockTable
 from quire.worker.graph_runner import graph_sizes, token_sizes
 from quire.worker.model_runner import ModelRunner

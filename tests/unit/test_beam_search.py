@@ -17,8 +17,8 @@ from quire.engine.core import EngineCore
 from quire.errors import InvalidArgumentError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import generate_ranked_alone

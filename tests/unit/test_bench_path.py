@@ -25,7 +25,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore, make_executor
 from quire.engine.loop import _engine_info
 from quire.engine.messages import Stats, encoder, engine_message_decoder
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.triton.metrics import EngineMetrics, RequestMetrics
 from quire.triton.metrics_board import MetricsBoard
 from quire.triton.observers import RequestEnded

@@ -20,7 +20,7 @@ from quire.frontend.chat.thinking import ThinkSplitter
 from quire.frontend.chat.tool_formats import Plain
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire_ensemble.chat_format import ChatFormat
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures.chat_templates import TEMPLATES

@@ -12,8 +12,8 @@ from quire.errors import InvalidArgumentError
 from quire.frontend.output_processor import RequestProcessor, split_ranking
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, RequestOutput, SchedulerOutput
-from quire.sampling_params import SamplingParams, choice_seed
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams, choice_seed
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import generate_alone, generate_ranked_alone
 

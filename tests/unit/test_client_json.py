@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import parse_sampling_params
+from quire.request.sampling_params import parse_sampling_params
 from quire_common.client_json import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_json
 from quire_common.errors import InputError, kind, shown
 from quire_ensemble.messages import parse_conversation

@@ -16,7 +16,7 @@ from quire.frontend.detokenizer import IncrementalDetokenizer, TokenDecoder, _sa
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 from quire.outputs import EngineCoreOutput, TokenLogprobs
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures.properties import settings
 
 REPLACEMENT = "\ufffd"

@@ -28,7 +28,7 @@ from quire.models.decoder import DecoderModel
 from quire.outputs import ScheduledRequest
 from quire.plan.capacity import predict
 from quire.plan.checks import read
-from quire.structured_output import StructuredOutput
+from quire.request.structured_output import StructuredOutput
 from quire.worker.draft_model import DraftModel
 from quire.worker.model_runner import ModelRunner
 from quire_common.machine import available_memory

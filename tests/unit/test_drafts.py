@@ -12,8 +12,8 @@ import quire.core.scheduler
 from quire.core.drafts import DraftBudget, Drafter
 from quire.core.request import Request
 from quire.models.kv_groups import KVGroup
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.drafters import eager
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import _START, VOCAB_SIZE, extend_digest, next_token

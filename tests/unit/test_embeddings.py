@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from quire import LLM, SamplingParams
 from quire.errors import CheckpointError, InvalidArgumentError
-from quire.pooling import Pooling, read_pooling
+from quire.layers.pooling import Pooling, read_pooling
 from quire.worker.pooler import embedding_output
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_model

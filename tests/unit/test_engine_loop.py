@@ -56,8 +56,8 @@ from quire.engine.processes import start_time_of
 from quire.engine.shared_array import SharedArray
 from quire.errors import MAX_DESCRIPTION, CheckpointError, describe
 from quire.outputs import EngineCoreOutput
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
 from tests.fixtures.waiting import wait_until
 

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from quire.config import EngineConfig, ModelConfig, load_config_file
-from quire.sampling_params import SAMPLING_FIELDS
+from quire.request.sampling_params import SAMPLING_FIELDS
 from quire.triton.scheduling_fields import SCHEDULING_FIELDS
 from quire_ensemble.builder import PLACEMENTS, Placement, build_repository, has_chat_template
 from quire_ensemble.cli import repository

@@ -14,7 +14,7 @@ from quire.core.trace import SchedulerTrace
 from quire.kv_tiers import HostTier, KVTiers
 from quire.kv_tiers.loopback import LoopbackConnector
 from quire.outputs import SchedulerOutput
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.worker import model_runner
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine

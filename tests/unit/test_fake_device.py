@@ -13,7 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.errors import ConfigError, EngineError
 from quire.llm import LLM
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.worker.fake_device import FakeDevice
 from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 

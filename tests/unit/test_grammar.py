@@ -25,8 +25,8 @@ from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend import grammar_checker
 from quire.frontend.grammar_checker import GrammarChecker
 from quire.outputs import RequestOutput
-from quire.sampling_params import parse_sampling_params
-from quire.structured_output import StructuredOutput, parse_structured_output
+from quire.request.sampling_params import parse_sampling_params
+from quire.request.structured_output import StructuredOutput, parse_structured_output
 from quire.worker.grammar import RowGrammar
 from tests.fixtures.checkpoints import EOS_TOKEN_IDS, VOCAB_SIZE, make_checkpoint
 from tests.fixtures.graphs import recorded_steps

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.sampling_params import SamplingParams, choice_seed
+from quire.request.sampling_params import SamplingParams, choice_seed
 from quire.worker.input_batch import InputBatch, StepInputs
 
 BLOCK_SIZE = 4

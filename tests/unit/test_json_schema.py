@@ -13,7 +13,7 @@ import pytest
 from quire.errors import InvalidArgumentError
 from quire.grammar import Vocabulary
 from quire.json_schema import for_llguidance
-from quire.structured_output import parse_structured_output
+from quire.request.structured_output import parse_structured_output
 from tests.fixtures.checkpoints import EOS_TOKEN_IDS, VOCAB_SIZE, write_tokenizer
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.request import Request
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 
 
 def make_request(request_id: str, num_prompt_tokens: int) -> Request:

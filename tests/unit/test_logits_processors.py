@@ -13,8 +13,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineError, InvalidArgumentError
-from quire.logits_processors import MAX_PROCESSORS, NamedProcessor, load_logits_processors, resolved
-from quire.sampling_params import parse_sampling_params
+from quire.request.logits_processors import MAX_PROCESSORS, NamedProcessor, load_logits_processors, resolved
+from quire.request.sampling_params import parse_sampling_params
 from quire.triton.config_completion import read_engine_config
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.graphs import recorded_steps

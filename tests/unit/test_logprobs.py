@@ -16,8 +16,8 @@ from quire import SamplingParams
 from quire.errors import InvalidArgumentError
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
-from quire.sampling_params import MAX_PROMPT_LOGPROBS, parse_sampling_params
-from quire.validation import check_prompt_logprobs
+from quire.request.sampling_params import MAX_PROMPT_LOGPROBS, parse_sampling_params
+from quire.request.validation import check_prompt_logprobs
 from quire.worker import top_logprobs
 from quire.worker.top_logprobs import TopLogprobs
 from tests.fixtures.checkpoints import make_checkpoint

@@ -14,7 +14,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.models.kv_groups import KVGroup
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import FakeRunner, generate_alone
 

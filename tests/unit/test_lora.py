@@ -27,9 +27,9 @@ from quire.engine.processes import wait_readable
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import CheckpointError, InvalidArgumentError, NotFoundError, QuireError, UnavailableError
 from quire.llm import LLM
-from quire.logits_processors import parse_logits_processors
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.request.logits_processors import parse_logits_processors
+from quire.request.sampling_params import SamplingParams
 from quire.worker.adapters import adaptable, slot_bytes
 from tests.fixtures.adapters import ATTENTION, make_adapter, merge
 from tests.fixtures.checkpoints import make_checkpoint

@@ -13,7 +13,7 @@ from quire.core.adapters import AdapterSlots
 from quire.core.planner import MAX_PASSED_OVER
 from quire.errors import CheckpointError
 from quire.outputs import SchedulerOutput
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 
 

@@ -22,7 +22,7 @@ from quire.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.sampling_params import SamplingParams, choice_seed
+from quire.request.sampling_params import SamplingParams, choice_seed
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_logits, hf_model

@@ -12,7 +12,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.errors import UnavailableError
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.simulator.cost import PRESETS
 from quire.simulator.simulate import SampledTokens, Simulator, make_request
 from quire.simulator.workload import Arrival, Workload

@@ -11,8 +11,8 @@ from quire.core.policies.admission import MIN_DEPARTURES, SIGMAS, AdmissionContr
 from quire.core.policies.preemption import PreemptionCost
 from quire.core.request import Request, RequestStatus
 from quire.errors import UnavailableError
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 
 

@@ -21,8 +21,8 @@ from quire.core.policies.queue import (
 )
 from quire.core.policies.ranked_requests import RankedRequests
 from quire.core.request import Request
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fair_queue import counter
 from tests.fixtures.properties import settings
 from tests.unit.test_scheduler_cost import Bytecodes

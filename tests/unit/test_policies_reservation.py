@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.config import SchedulerConfig, choices
 from quire.core.policies.reservation import MIN_HISTORY, WINDOW, Predicted, Reservation, make_reservation
 from quire.core.request import FinishReason, Request
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures.properties import settings
 
 KV_RESERVATIONS = choices("kv_reservation")

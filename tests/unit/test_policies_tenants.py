@@ -10,8 +10,8 @@ from quire.config import EngineConfig, TenantLimits
 from quire.core.policies.tenants import MAX_IDLE_TENANTS, Tenants
 from quire.core.request import Request
 from quire.errors import UnavailableError
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 
 
 def make_request(tenant: str, prompt: int = 1, request_id: str = "r") -> Request:

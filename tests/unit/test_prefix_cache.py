@@ -9,7 +9,7 @@ import pytest
 
 from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
 from quire.core.roster import session_name
-from quire.scheduling_params import MAX_PIN_TTL_S, SchedulingParams
+from quire.request.scheduling_params import MAX_PIN_TTL_S, SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 

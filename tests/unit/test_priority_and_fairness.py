@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import UnavailableError
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.simulator.cost import PRESETS
 from quire.simulator.simulate import Report, Simulator
 from quire.simulator.workload import Arrival, Lengths, Workload

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.core.request_list import MAX_LISTED, list_requests
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as hf
 
 from quire.core.request import Request
 from quire.outputs import RowOutput
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.worker.sampler import sampling_tensors
 from quire.worker.sampling_batch import SamplingRow, collect_edits
 from quire.worker.token_history import _Prompt

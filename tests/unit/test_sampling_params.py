@@ -10,8 +10,8 @@ import pytest
 
 from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
-from quire.logits_processors import NamedProcessor
-from quire.sampling_params import (
+from quire.request.logits_processors import NamedProcessor
+from quire.request.sampling_params import (
     ALIASES,
     MAX_BAD_WORDS,
     MAX_BEAM_WIDTH,
@@ -28,8 +28,8 @@ from quire.sampling_params import (
     defaults_from_generation_config,
     parse_sampling_params,
 )
-from quire.structured_output import FIELDS as STRUCTURED_FIELDS
-from quire.validation import check_choices
+from quire.request.structured_output import FIELDS as STRUCTURED_FIELDS
+from quire.request.validation import check_choices
 from tests.keys_page import GENERATION_DEFAULTS, GENERATION_WITHOUT_EFFECT
 
 INT32 = 2**31 - 1

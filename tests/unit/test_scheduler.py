@@ -10,7 +10,7 @@ import pytest
 from quire.core.request import FinishReason, RequestStatus
 from quire.core.trace import SchedulerTrace
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures.fake_engine import FakeEngine, rows
 from tests.fixtures.fake_runner import generate_alone
 

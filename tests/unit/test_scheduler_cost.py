@@ -14,7 +14,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 PROMPT = 48

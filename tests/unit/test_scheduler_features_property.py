@@ -18,8 +18,8 @@ from quire.core.request import Request
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import STAGES, VOCAB_SIZE, generate_choices_alone
 

@@ -19,7 +19,7 @@ from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.scheduler import Scheduler
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.outputs import EngineCoreOutput, RowOutput, SchedulerOutput
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures.fake_runner import EOS_TOKEN_IDS, VOCAB_SIZE, FakeRunner, generate_alone
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
-from quire.scheduling_params import MAX_NAME_LENGTH, SchedulingParams
+from quire.request.scheduling_params import MAX_NAME_LENGTH, SchedulingParams
 from quire.triton.scheduling_fields import SCHEDULING_FIELDS, parse_scheduling_params
 
 NOW = 1000.0

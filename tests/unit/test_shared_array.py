@@ -15,7 +15,7 @@ import pytest
 
 from quire.engine.shared_array import SharedArray, SharedBuffer
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.multimodal import PromptEmbeds, check_spans, content_hashes
+from quire.request.multimodal import PromptEmbeds, check_spans, content_hashes
 
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 

@@ -16,7 +16,7 @@ from quire.engine.cache_commands import Sleep
 from quire.engine.core import PROBE_ID, EngineCore
 from quire.errors import CheckpointError, UnavailableError
 from quire.outputs import EngineCoreOutput
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint
 
 PROMPTS = [[1, *range(5, 45)], [1, *range(5, 25), 7, 7], [3, 2, 1]]

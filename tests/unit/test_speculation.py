@@ -19,9 +19,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.core.drafts import StepCost
 from quire.outputs import RequestOutput, SchedulerOutput
-from quire.sampling_params import Thinking
-from quire.scheduling_params import SchedulingParams
-from quire.structured_output import StructuredOutput
+from quire.request.sampling_params import Thinking
+from quire.request.scheduling_params import SchedulingParams
+from quire.request.structured_output import StructuredOutput
 from quire.worker import grammar, token_history
 from quire.worker.sampler import draw, join_drafts
 from quire.worker.sampling_batch import SamplingRow, collect_edits

@@ -9,8 +9,13 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import SamplingParams, StructuredOutput, check_limits, parse_sampling_params
-from quire.structured_output import (
+from quire.request.sampling_params import (
+    SamplingParams,
+    StructuredOutput,
+    check_limits,
+    parse_sampling_params,
+)
+from quire.request.structured_output import (
     FIELDS,
     MAX_AFTER_LENGTH,
     MAX_ALTERNATIVE_LENGTH,

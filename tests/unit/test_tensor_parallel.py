@@ -13,7 +13,7 @@ from quire.config import ModelConfig
 from quire.errors import ConfigError, QuireError
 from quire.loader.load import load_model
 from quire.outputs import RequestOutput, TokenLogprobs
-from quire.sampling_params import parse_sampling_params
+from quire.request.sampling_params import parse_sampling_params
 from quire_kernels.ranks import ALONE, Ranks
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import Driver

@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import Thinking, parse_sampling_params
+from quire.request.sampling_params import Thinking, parse_sampling_params
 from quire.worker.token_history import ThinkingBudget
 from tests.fixtures.checkpoints import make_checkpoint
 

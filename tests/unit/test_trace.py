@@ -13,7 +13,7 @@ from quire.config import CacheConfig
 from quire.core.request import FinishReason
 from quire.core.trace import SchedulerTrace
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.simulator.replay import ReplayReport, replay
 from quire.simulator.workload import read_records
 from tests.fixtures.fake_engine import FakeEngine

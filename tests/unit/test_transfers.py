@@ -10,7 +10,7 @@ from quire.core.block_hash import hash_blocks
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.request import Request
 from quire.core.transfers import BlockTransfers
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from tests.fixtures.fake_engine import FakeEngine
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from quire import LLM, SamplingParams
-from quire.multimodal import PromptEmbeds, content_hashes
+from quire.request.multimodal import PromptEmbeds, content_hashes
 from quire_common.errors import InputError
 from quire_ensemble.errors import VisionError
 from quire_ensemble.tokenizer import Tokenizer

@@ -15,9 +15,9 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import CheckpointError
-from quire.multimodal import PromptEmbeds, content_hashes
 from quire.outputs import SchedulerOutput
-from quire.structured_output import StructuredOutput
+from quire.request.multimodal import PromptEmbeds, content_hashes
+from quire.request.structured_output import StructuredOutput
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.adapters import ATTENTION, make_adapter, merge
 from tests.fixtures.drafters import told

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 
-from quire.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
+from quire.request.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
 
 
 class BlockPool:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.adapters import Adapter
-from quire.multimodal import PromptEmbeds
 from quire.outputs import TokenLogprobs
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.multimodal import PromptEmbeds
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
     from quire.core.drafts import Drafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.core.request import Request, RequestStatus
-from quire.scheduling_params import MAX_NAME_LENGTH
+from quire.request.scheduling_params import MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
     from quire.core.roster import Roster

@@ -17,7 +17,7 @@ from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.outputs import SchedulerOutput
-from quire.scheduling_params import MAX_PIN_TTL_S
+from quire.request.scheduling_params import MAX_PIN_TTL_S
 
 logger = logging.getLogger("quire")
 

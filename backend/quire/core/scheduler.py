@@ -35,7 +35,7 @@ from quire.outputs import (
     SchedulerOutput,
     SchedulerStats,
 )
-from quire.validation import check_choices
+from quire.request.validation import check_choices
 
 if TYPE_CHECKING:
     from quire.kv_tiers import KVTiers

@@ -10,7 +10,7 @@ import msgspec
 from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.roster import Roster
 from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
-from quire.sampling_params import SamplingParams, choice_seed
+from quire.request.sampling_params import SamplingParams, choice_seed
 
 ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]
 """Appends what a row has sampled to its request, ends that where it is due, and says so."""

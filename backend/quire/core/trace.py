@@ -14,8 +14,8 @@ import msgspec
 from quire.core.block_hash import hash_blocks
 from quire.core.request import FinishReason, Request
 from quire.outputs import SchedulerOutput, SchedulerStats
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 
 logger = logging.getLogger("quire")
 

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from quire.errors import InvalidArgumentError
-from quire.scheduling_params import MAX_NAME_LENGTH
+from quire.request.scheduling_params import MAX_NAME_LENGTH
 
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_PROFILE_STEPS = 2000

@@ -53,11 +53,11 @@ from quire.errors import (
     describe,
 )
 from quire.kv_tiers import KVTiers, fingerprint, make_tiers, needs_fingerprint
-from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
-from quire.validation import (
+from quire.request.multimodal import PromptEmbeds
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
+from quire.request.validation import (
     as_embedding,
     check_choices,
     check_logits_processors,

@@ -67,10 +67,10 @@ from quire.errors import (
     QuireError,
     describe,
 )
-from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
-from quire.sampling_params import SamplingParams, check_together
-from quire.scheduling_params import SchedulingParams
+from quire.request.multimodal import PromptEmbeds, check_spans
+from quire.request.sampling_params import SamplingParams, check_together
+from quire.request.scheduling_params import SchedulingParams
 from quire.startup import StartTimeline, shown_phases
 from quire_common import logs
 from quire_common.errors import shown

@@ -15,8 +15,8 @@ from quire.engine.cache_commands import CacheCommand
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams, Seconds
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams, Seconds
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

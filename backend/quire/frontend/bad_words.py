@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 
 
 def with_bad_words_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:

@@ -24,7 +24,7 @@ import numpy as np
 from quire.engine.processes import wait_readable
 from quire.engine.run_module import RUN_MODULE
 from quire.errors import InvalidArgumentError, UnavailableError, describe
-from quire.structured_output import StructuredOutput
+from quire.request.structured_output import StructuredOutput
 
 MAX_COMPILE_S = 0.5
 """Seconds of CPU for compiling a grammar and the first steps in it: a worker's step may wait so long."""

@@ -20,7 +20,7 @@ from quire.frontend.chat.formats import Answer
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 
 MAX_UNDECODED = 256
 """Tokens of a choice that wait to become text together: one call for a long answer would hold up others."""

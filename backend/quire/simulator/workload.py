@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 
 MOONCAKE_BLOCK_SIZE = 512
 _MOONCAKE_PARTS = 32

@@ -18,7 +18,7 @@ from typing import Any
 from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
-from quire.logits_processors import resolved
+from quire.request.logits_processors import resolved
 from quire.triton import vllm_config
 from quire_common.checkpoint_files import without_links
 from quire_common.errors import HubError

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.converters import integer
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import MAX_BIAS, MAX_LOGIT_BIAS
-from quire.structured_output import FIELDS as STRUCTURED_FIELDS
+from quire.request.sampling_params import MAX_BIAS, MAX_LOGIT_BIAS
+from quire.request.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire_common.errors import shown
 
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ class TritonPythonModel:
         from quire.engine.client import EngineClient
         from quire.engine.connection import connect
         from quire.frontend.grammar_checker import GrammarChecker
-        from quire.sampling_params import defaults_from_generation_config
+        from quire.request.sampling_params import defaults_from_generation_config
         from quire.triton.drain import Drain, ServerAnswer
         from quire.triton.intake import Intake
         from quire.triton.metrics import EngineMetrics, RequestMetrics

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 
 
 class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):

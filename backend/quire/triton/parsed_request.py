@@ -11,8 +11,8 @@ from quire.engine.messages import EmbedsMessage
 from quire.engine.shared_array import SharedBuffer
 from quire.frontend.chat.formats import Answer
 from quire.frontend.stop_matcher import StopAutomaton
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.triton.results import Recording, Results
 
 CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})

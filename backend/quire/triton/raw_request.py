@@ -19,9 +19,9 @@ from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EngineInfo
 from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from quire.scheduling_params import MAX_NAME_LENGTH
-from quire.validation import check_prompt_length
+from quire.request.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from quire.request.scheduling_params import MAX_NAME_LENGTH
+from quire.request.validation import check_prompt_length
 from quire_common import client_json
 from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, PROMPT_INPUTS, TENSORRT_LLM_INPUTS
 

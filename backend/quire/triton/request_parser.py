@@ -28,12 +28,19 @@ from quire.frontend.chat.formats import ChatParsing, prepare_answer
 from quire.frontend.grammar_checker import GrammarChecker
 from quire.frontend.output_processor import split_ranking
 from quire.frontend.stop_matcher import StopAutomaton
-from quire.multimodal import check_spans, content_hashes
-from quire.sampling_params import (
+from quire.request.multimodal import check_spans, content_hashes
+from quire.request.sampling_params import (
     SamplingParams,
     parse_sampling_params,
 )
-from quire.structured_output import StructuredOutput
+from quire.request.structured_output import StructuredOutput
+from quire.request.validation import (
+    as_embedding,
+    check_prompt,
+    check_prompt_length,
+    check_prompt_logprobs,
+    check_token_parameters,
+)
 from quire.triton.dialects import Translation, rows, translate
 from quire.triton.parsed_request import CHAT_OUTPUTS, ParsedRequest
 from quire.triton.raw_request import NAME, RawRequest, RequestReader
@@ -51,13 +58,6 @@ from quire.triton.scheduling_fields import (
     ALIASES,
     SCHEDULING_FIELDS,
     parse_scheduling_params,
-)
-from quire.validation import (
-    as_embedding,
-    check_prompt,
-    check_prompt_length,
-    check_prompt_logprobs,
-    check_token_parameters,
 )
 from quire_common.errors import InputError, in_line, shown
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT

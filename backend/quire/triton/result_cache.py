@@ -24,7 +24,7 @@ from quire.engine.messages import AddRequest, EngineInfo
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.result_store import MemoryStore, RedisStore
 from quire.outputs import EngineCoreOutput
-from quire.scheduling_params import SchedulingParams
+from quire.request.scheduling_params import SchedulingParams
 from quire.triton.parsed_request import ParsedRequest
 from quire.triton.results import LASTING, ChoiceResult, Recording, Results
 from quire_ensemble.tokenizer import tokenizer_json

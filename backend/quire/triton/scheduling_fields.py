@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.converters import INT32_MAX, boolean, fail, integer, name
-from quire.scheduling_params import (
+from quire.request.scheduling_params import (
     DEFAULT_RETENTION,
     MAX_DRAFT_TOKENS,
     MAX_NAME_LENGTH,

@@ -24,7 +24,7 @@ from quire.layers.config import DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.kv_groups import kv_groups
 from quire.outputs import ScheduledRequest
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 from quire.worker.block_table import BlockTable
 from quire.worker.device import to_device, to_device_together
 from quire.worker.input_batch import CachedRequest, InputBatch

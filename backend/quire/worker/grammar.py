@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from quire.errors import InvalidArgumentError, describe
 from quire.grammar import Vocabulary, reason_of
-from quire.structured_output import StructuredOutput
+from quire.request.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from quire.layers.context import AdapterStep
-from quire.logits_processors import LogitsProcessor, RowProcessors
-from quire.multimodal import PromptEmbeds
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.sampling_params import choice_seed
+from quire.request.logits_processors import LogitsProcessor, RowProcessors
+from quire.request.multimodal import PromptEmbeds
+from quire.request.sampling_params import choice_seed
 from quire.worker.block_table import BlockTable
 from quire.worker.device import to_device, to_device_together
 from quire.worker.grammar import Grammars, RowGrammar

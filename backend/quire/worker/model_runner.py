@@ -20,9 +20,9 @@ from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
 from quire.layers.config import DecoderConfig
+from quire.layers.pooling import read_pooling
 from quire.loader.info import checkpoint_state
 from quire.loader.load import load_model
-from quire.logits_processors import load_logits_processors
 from quire.models.decoder import DecoderModel
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
@@ -33,7 +33,7 @@ from quire.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.pooling import read_pooling
+from quire.request.logits_processors import load_logits_processors
 from quire.roofline import DeviceLimits
 from quire.startup import StartTimeline
 from quire.worker.adapters import AdapterMemory

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from quire.layers.pooling import Pooling
 from quire.outputs import RowOutput
-from quire.pooling import Pooling
 from quire.worker.input_batch import PoolRow
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.logits_processors import RowProcessors
-from quire.sampling_params import SamplingParams
+from quire.request.logits_processors import RowProcessors
+from quire.request.sampling_params import SamplingParams
 from quire.worker.grammar import DraftGrammar, RowGrammar
 from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
 

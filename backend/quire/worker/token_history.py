@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from quire.sampling_params import Thinking
+from quire.request.sampling_params import Thinking
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]

@@ -15,7 +15,7 @@ from benchmarks.peers.protocol import Run, drive, serve
 from benchmarks.peers.workloads import KV_TOKENS, MAX_MODEL_LEN, MAX_RUNNING, Request
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.sampling_params import SamplingParams
+from quire.request.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 

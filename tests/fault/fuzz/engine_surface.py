@@ -23,8 +23,8 @@ from quire.engine.messages import (
     engine_message_decoder,
     frontend_message_decoder,
 )
-from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fault.fuzz import hostile
 from tests.fault.fuzz.calls import IDS, token_ids
 from tests.fault.fuzz.outcome import LIMIT_S, Outcome

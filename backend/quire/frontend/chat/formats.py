@@ -29,8 +29,8 @@ from quire.frontend.chat.tool_choice import (
 )
 from quire.frontend.chat.tool_formats import DeepSeek, Glm, Harmony, Hermes, Llama, Mistral, Plain
 from quire.frontend.detokenizer import TokenDecoder
-from quire.sampling_params import SamplingParams, Thinking
-from quire.structured_output import MAX_GRAMMAR_LENGTH, StructuredOutput, parse_structured_output
+from quire.request.sampling_params import SamplingParams, Thinking
+from quire.request.structured_output import MAX_GRAMMAR_LENGTH, StructuredOutput, parse_structured_output
 from quire_ensemble.chat_format import ChatFormat
 
 if TYPE_CHECKING:

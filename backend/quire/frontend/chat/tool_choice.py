@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.structured_output import StructuredOutput
+from quire.request.structured_output import StructuredOutput
 
 Format = dict[str, Any]
 

@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from quire.converters import INT32_MAX, boolean, converter, fail, has_surrogates, integer, number
-from quire.logits_processors import MAX_PROCESSORS, NamedProcessor, parse_logits_processors
-from quire.structured_output import FIELDS as STRUCTURED_FIELDS
-from quire.structured_output import StructuredOutput as StructuredOutput
-from quire.structured_output import check_structured_output, parse_structured_output
+from quire.request.logits_processors import MAX_PROCESSORS, NamedProcessor, parse_logits_processors
+from quire.request.structured_output import FIELDS as STRUCTURED_FIELDS
+from quire.request.structured_output import StructuredOutput as StructuredOutput
+from quire.request.structured_output import check_structured_output, parse_structured_output
 from quire_common.client_json import parse_json
 from quire_common.errors import InputError, kind
 

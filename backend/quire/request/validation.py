@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Container
 
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
+from quire.request.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
