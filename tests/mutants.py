@@ -497,7 +497,7 @@ _WORKER = (
     ),
     Mutant(
         "a slot that is promised is given to who comes later",
-        "backend/quire/core/adapters.py",
+        "backend/quire/core/adapter_slots.py",
         "self._promised.get(slot, adapter) is adapter",
         "True",
         ("tests/unit/test_lora_slots.py::test_an_adapter_is_not_starved_by_others_that_keep_coming",),
@@ -1106,7 +1106,7 @@ _CHAT = (
 _OFF_THE_PATHS = (  # of a review of 39 planted bugs: units, orders, resets, first samples, ties
     Mutant(
         "an adapter's new path is not kept",
-        "backend/quire/engine/adapters.py",
+        "backend/quire/engine/adapter_registry.py",
         """                old.path = str(path)
                 self.on_change(self.saved())""",
         "                old.path = str(path)",
@@ -1114,7 +1114,7 @@ _OFF_THE_PATHS = (  # of a review of 39 planted bugs: units, orders, resets, fir
     ),
     Mutant(
         "adapters' weights leave the host first in, first out",
-        "backend/quire/engine/adapters.py",
+        "backend/quire/engine/adapter_registry.py",
         "self._weights.move_to_end(adapter)",
         "pass",
         ("tests/unit/test_lora.py::test_weights_in_host_memory_that_were_just_used_stay",),

@@ -13,7 +13,7 @@ from quire.config import AdapterConfig, ModelConfig
 from quire.layers.context import AdapterStep
 from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
-from quire.worker.adapters import AdapterMemory, adaptable
+from quire.worker.adapter_memory import AdapterMemory, adaptable
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops, registry
 from quire_kernels.cpu.compiler import supported_isas

@@ -20,7 +20,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.config import EngineConfig  # noqa: E402
-from quire.engine.adapters import AdapterRegistry  # noqa: E402
+from quire.engine.adapter_registry import AdapterRegistry  # noqa: E402
 from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.frontend.detokenizer import TokenDecoder  # noqa: E402

@@ -18,7 +18,7 @@ import zmq
 from quire.adapters import SavedAdapter
 from quire.config import AdapterConfig, EngineConfig
 from quire.core.kv_events import BlockStored, KVEventCollector
-from quire.engine.adapters import AdapterRegistry
+from quire.engine.adapter_registry import AdapterRegistry
 from quire.engine.cache_commands import Adapters, LoadAdapter, Reset, UnloadAdapter
 from quire.engine.connection import EngineConnection, connect
 from quire.engine.core import EngineCore
@@ -30,7 +30,7 @@ from quire.llm import LLM
 from quire.outputs import RequestOutput
 from quire.request.logits_processors import parse_logits_processors
 from quire.request.sampling_params import SamplingParams
-from quire.worker.adapters import adaptable, slot_bytes
+from quire.worker.adapter_memory import adaptable, slot_bytes
 from tests.fixtures.adapters import ATTENTION, make_adapter, merge
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_logits, hf_model

@@ -18,7 +18,7 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader.adapter import read_adapter
 from quire.loader.load import empty_model
-from quire.worker.adapters import targets_of
+from quire.worker.adapter_memory import targets_of
 from quire_common.weight_files import NamedTensor, read_safetensors
 from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint

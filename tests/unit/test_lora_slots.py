@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.adapters import Adapter, AdapterWeights
-from quire.core.adapters import AdapterSlots
+from quire.core.adapter_slots import AdapterSlots
 from quire.core.planner import MAX_PASSED_OVER
 from quire.errors import CheckpointError
 from quire.outputs import SchedulerOutput

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
-from quire.core.adapters import AdapterSlots
+from quire.core.adapter_slots import AdapterSlots
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.adapters import Adapter
 from quire.config import CacheConfig, SchedulerConfig
-from quire.core.adapters import AdapterSlots
+from quire.core.adapter_slots import AdapterSlots
 from quire.core.drafts import DraftBudget, Drafter
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.planner import Planner

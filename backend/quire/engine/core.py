@@ -29,7 +29,7 @@ from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
-from quire.engine.adapters import AdapterRegistry
+from quire.engine.adapter_registry import AdapterRegistry
 from quire.engine.cache_commands import (
     Adapters,
     CacheCommand,

@@ -113,7 +113,7 @@ class Linear(nn.Module):
         self.in_features, self.parts, self.bias, self.dtype = in_features, dict(parts), bias, config.dtype
         self.parallel, self.activation = parallel, activation
         self.slots: list[PartSlots] = []
-        """Slots for adapters of each part; empty where adapters are not in use. See `worker/adapters.py`."""
+        """Slots for adapters of each part; empty where there are none. See `worker/adapter_memory.py`."""
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""

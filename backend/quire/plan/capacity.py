@@ -16,7 +16,7 @@ from quire.models.decoder import DecoderModel
 from quire.simulator.cost import CostModel
 from quire.simulator.simulate import Simulator
 from quire.simulator.workload import Arrival
-from quire.worker.adapters import slot_bytes
+from quire.worker.adapter_memory import slot_bytes
 from quire.worker.draft_model import check_draft, draft_config
 from quire.worker.kv_cache import DeviceMemory, KVLayout
 from quire.worker.model_runner import check_attention_backend

@@ -36,7 +36,7 @@ from quire.outputs import (
 from quire.request.logits_processors import load_logits_processors
 from quire.roofline import DeviceLimits
 from quire.startup import StartTimeline
-from quire.worker.adapters import AdapterMemory
+from quire.worker.adapter_memory import AdapterMemory
 from quire.worker.device import HostCopy, to_device
 from quire.worker.device_limits import measure_limits
 from quire.worker.draft_model import DraftModel, check_draft, draft_config

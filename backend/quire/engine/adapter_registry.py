@@ -18,7 +18,7 @@ import msgspec
 
 from quire.adapters import Adapter, AdapterStatus, AdapterWeights, SavedAdapter, SavedAdapters
 from quire.config import AdapterConfig
-from quire.core.adapters import AdapterSlots
+from quire.core.adapter_slots import AdapterSlots
 from quire.core.request import Request, RequestStatus
 from quire.engine.cache_commands import LoadAdapter, UnloadAdapter
 from quire.errors import (
