@@ -132,7 +132,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pass of many responses counts as one",
-        "backend/quire/triton/responder.py",
+        "backend/quire/triton/sending/sender.py",
         "        count = len(made)\n",
         "        count = min(len(made), 1)\n",
         ("tests/triton/test_pacing.py::test_a_pass_is_charged_for_each_response_of_it",),
@@ -370,7 +370,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a failed send is soon forgotten",
-        "backend/quire/triton/responder.py",
+        "backend/quire/triton/sending/ends.py",
         "        self._careful_until = now + CAREFUL_S\n        logger.error(",
         "        self._careful_until = now\n        logger.error(",
         ("tests/triton/test_send_failures.py::test_the_error_is_sent_again_until_it_arrives",),

@@ -12,7 +12,7 @@ from tests.mutations import Mutant
 _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "a stream that goes on draws with another seed",
-        "backend/quire/triton/generation.py",
+        "backend/quire/triton/sending/generation.py",
         "seed=choices[0].seed, prompt_logprobs=None",
         "prompt_logprobs=None",
         ("tests/triton/test_continuation.py::test_a_request_without_a_seed_goes_on_with_its_own",),
@@ -29,7 +29,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     ),
     Mutant(
         "whoever was in a fatal step twice is the killer",
-        "backend/quire/triton/generation.py",
+        "backend/quire/triton/sending/generation.py",
         "if is_suspect and suspects.is_alone else 0",
         "if is_suspect else 0",
         (
@@ -121,9 +121,9 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     ),
     Mutant(
         "a dead engine is an internal error",
-        "backend/quire/triton/responder.py",
-        '"the engine process died while it worked on the request", "UNAVAILABLE"',
-        '"the engine process died while it worked on the request", "INTERNAL"',
+        "backend/quire/triton/sending/continuation.py",
+        'self._ends.fail(handle, message, "UNAVAILABLE")',
+        'self._ends.fail(handle, message, "INTERNAL")',
         ("tests/triton/test_responder.py::test_an_engine_that_dies_is_unavailable_and_the_next_one_serves",),
     ),
     Mutant(
@@ -784,7 +784,7 @@ _FRONTEND = (
     ),
     Mutant(
         "long steps are polled at every period",
-        "backend/quire/triton/responder.py",
+        "backend/quire/triton/sending/cancellation.py",
         "now + max(period, min(handle.step_s, MAX_POLL_S))",
         "now + period",
         ("tests/triton/test_responder.py::test_a_request_with_long_steps_is_polled_once_per_step",),
@@ -1143,7 +1143,7 @@ _OFF_THE_PATHS = (  # of a review of 39 planted bugs: units, orders, resets, fir
     ),
     Mutant(
         "the first step came after an endless one",
-        "backend/quire/triton/pacing.py",
+        "backend/quire/triton/sending/pacing.py",
         "min(now - self._last_step, MAX_PERIOD_S)",
         "(now - self._last_step)",
         ("tests/triton/test_pacing.py::test_a_pause_counts_as_a_tenth_of_a_second",),

@@ -26,7 +26,6 @@ from quire.outputs import EngineCoreOutput, SchedulerStats  # noqa: E402
 from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import adapter_metrics, metrics  # noqa: E402
 from quire.triton.config_completion import read_engine_config  # noqa: E402
-from quire.triton.generation import Generation  # noqa: E402
 from quire.triton.metrics import EngineMetrics, RequestMetrics  # noqa: E402
 from quire.triton.metrics_board import MetricsBoard  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
@@ -36,6 +35,7 @@ from quire.triton.request_log import request_fields  # noqa: E402
 from quire.triton.request_parser import RequestParser  # noqa: E402
 from quire.triton.request_traces import attributes_of  # noqa: E402
 from quire.triton.result_cache import ResultCache, add_request  # noqa: E402
+from quire.triton.sending.generation import Generation  # noqa: E402
 from tests.fixtures.fake_pb_utils import InferenceRequest  # noqa: E402
 
 

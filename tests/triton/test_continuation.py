@@ -158,7 +158,7 @@ def test_a_request_without_a_seed_goes_on_with_its_own(frontend: Frontend) -> No
     sender = frontend.submit([[4, 5, 6]], params)
     for _ in range(4):
         frontend.step()
-    (generation,) = frontend.responder._generating.values()
+    (generation,) = frontend.responder._requests.generations.values()
     seed = generation.processor.choices[0].seed
     assert seed is not None
     frontend.kill()
@@ -179,8 +179,8 @@ def test_places_in_the_queue_survive_and_no_limit_refuses_what_was_admitted() ->
         frontend.step()
         senders = [frontend.submit([[7, n]], params, arrived_at=time.monotonic()) for n in range(1, 4)]
         frontend.kill()
-        generating = frontend.responder._generating
-        frontend.responder._generating = dict(reversed(generating.items()))  # another frontend was faster
+        requests = frontend.responder._requests
+        requests.generations = dict(reversed(requests.generations.items()))  # another frontend was faster
         frontend.replace()
         refused = frontend.submit([[7, 8]], params, arrived_at=time.monotonic())
         assert refused.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
@@ -210,8 +210,8 @@ def test_requests_end_as_usual_while_there_is_no_engine(frontend: Frontend) -> N
     unstarted = submit()
     frontend.kill()
     served = frontend.responder
-    *_, last = served._open.values()
-    paused = served._generating[last.request_id]
+    *_, last = served._requests.handles.values()
+    paused = served._requests.generations[last.request_id]
     paused.message = msgspec.structs.replace(paused.message, scheduling=SchedulingParams(ttft_deadline=now))
     new = submit()
     assert new.responses[0].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
@@ -220,7 +220,7 @@ def test_requests_end_as_usual_while_there_is_no_engine(frontend: Frontend) -> N
     unknown = submit(external_id="other", cancel=True)
     assert unknown.responses[0].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
     gone.cancelled = True
-    served._poll_queue = [(0.0, request_id, handle) for _, request_id, handle in served._poll_queue]
+    served._polls._queue = [(0.0, request_id, handle) for _, request_id, handle in served._polls._queue]
     frontend.turn()
     frontend.turn()
     assert named.final.is_set() and late.final.is_set() and gone.final.is_set() and unstarted.final.is_set()
@@ -240,11 +240,11 @@ def test_each_prompt_has_its_own_deadline_while_there_is_no_engine(frontend: Fro
     for _ in range(3):
         frontend.step()
     served = frontend.responder
-    _, second = served._generating.values()
+    _, second = served._requests.generations.values()
     scheduling = SchedulingParams(deadline=time.monotonic())
     second.message = msgspec.structs.replace(second.message, scheduling=scheduling)
     frontend.kill()
-    served._poll_queue = [(0.0, request_id, handle) for _, request_id, handle in served._poll_queue]
+    served._polls._queue = [(0.0, request_id, handle) for _, request_id, handle in served._polls._queue]
     frontend.turn()
     frontend.turn()
     ended = [one.tensors["batch_index"][0] for one in sender.responses if one.tensors["finish_reason"][0]]
@@ -260,12 +260,12 @@ def test_a_death_is_learned_of_behind_an_answer_that_cannot_be_handled(frontend:
     """All that had come with such an answer was lost: requests waited for an engine that was dead."""
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     sender = frontend.submit([[4, 5]], params)
-    (generation,) = frontend.responder._generating.values()
+    (generation,) = frontend.responder._requests.generations.values()
     frontend.step()
     frontend.engine.step()
     generation.recording = object()  # type: ignore[assignment]  # what fails when it is told of an output
     frontend.kill()
-    assert frontend.responder._is_paused
+    assert frontend.responder._continuation.is_paused
     generation.recording = None
     frontend.replace()
     frontend.run([sender])
@@ -299,7 +299,7 @@ def test_a_cancellation_that_a_dying_engine_did_not_read_is_not_lost(max_pause_s
 def test_an_answer_that_came_whole_is_not_taken_back_by_a_death(frontend: Frontend) -> None:
     """Its engines had died of it, says the last one, which delivered its end."""
     sender = frontend.submit([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
-    (generation,) = frontend.responder._generating.values()
+    (generation,) = frontend.responder._requests.generations.values()
     generation.num_crashes_alone = 1
     for _ in range(3):
         frontend.engine.step()
@@ -349,10 +349,10 @@ def test_a_stop_string_found_here_ends_its_choice_for_the_next_engine_too(tmp_pa
         sender = frontend.submit([[4, 5]], params)
         for _ in range(3):
             frontend.step()
-        (generation,) = frontend.responder._generating.values()
+        (generation,) = frontend.responder._requests.generations.values()
         ended, other = generation.processor.choices
         ended.finish_reason = "stop"
-        frontend.responder._mark(generation.handle, ended)
+        frontend.responder._queue.mark(generation.handle, ended)
         frontend.kill()
         frontend.replace()
         assert list(frontend.engine.core.scheduler.roster.requests) == ["t-0#1"]

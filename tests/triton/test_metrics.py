@@ -339,8 +339,8 @@ def test_streams_are_measured_as_they_are_sent(tmp_path: Path, board: MetricsBoa
     """First responses and the tokens of further ones, against the times at which Triton was handed them."""
     requests = RequestMetrics(board, "generator", "1")
     harness = Harness(tmp_path)
-    harness.responder._meter = requests
-    harness.responder._observers = [requests, harness.ended]
+    harness.responder._sender._meter = requests
+    harness.responder._ends._observers = [requests, harness.ended]
     try:
         harness.runner.hold_after_token_of = "t-0"
         sender = harness.submit([5, 6, 7], max_tokens=40, ignore_eos=True, stream_interval=3)
@@ -411,10 +411,10 @@ def test_vllm_backend_counts_no_choice_twice_and_no_first_token_that_never_came(
         late = frontend.submit([[9]], params, external_id="late")
         frontend.step()
         frontend.step()
-        generation, _ = frontend.responder._generating.values()
+        generation, _ = frontend.responder._requests.generations.values()
         ended = generation.processor.choices[0]
         ended.finish(FinishReason.STOP)  # as a stop string does
-        frontend.responder._mark(generation.handle, ended)
+        frontend.responder._queue.mark(generation.handle, ended)
         frontend.engine.abort([f"{generation.message.request_id}#0", "t-1"], FinishReason.TIMEOUT)
         frontend.run([sender, late])
     finally:

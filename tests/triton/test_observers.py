@@ -182,7 +182,8 @@ def test_a_response_that_is_lost(harness: Harness, fails: set[int]) -> None:
 
     def behind(output: Any) -> Any:
         """The first two tokens go out one by one: neither is the last."""
-        wait_until(lambda: sender.num_sends >= min(runner.num_steps, 2) or not harness.responder._open)
+        open_ids = harness.responder._requests.handles
+        wait_until(lambda: sender.num_sends >= min(runner.num_steps, 2) or not open_ids)
         return execute(output)
 
     runner.execute = behind  # type: ignore[method-assign]
@@ -202,7 +203,7 @@ def test_an_unloaded_model_and_an_engine_that_died(tmp_path: Path) -> None:
         if end == "unload":
             harness.responder.stop()
         else:
-            engine, harness.responder._max_pause_s = harness.responder.engine, 0.0
+            engine, harness.responder._continuation._max_pause_s = harness.responder.engine, 0.0
             harness.responder._post(lambda engine=engine: setattr(engine, "_has_died", True))
         assert sender.final.wait(WAIT_S)
         (record,) = harness.ended.wait(1)
@@ -217,6 +218,6 @@ def test_an_observer_that_fails_disturbs_neither_requests_nor_others(harness: Ha
         def ended(self, record: RequestEnded) -> None:
             raise RuntimeError("no")
 
-    harness.responder._observers = [Failing(), harness.ended]
+    harness.responder._ends._observers = [Failing(), harness.ended]
     assert send(harness, parsed()).final.wait(WAIT_S)
     assert only(harness).finish_reason == "length"

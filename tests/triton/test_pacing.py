@@ -18,7 +18,9 @@ fake_pb_utils.install()
 
 from quire.outputs import EngineCoreOutput, TokenLogprobs  # noqa: E402
 from quire.request.sampling_params import SamplingParams  # noqa: E402
-from quire.triton.pacing import (  # noqa: E402
+from quire.triton.parsed_request import ParsedRequest  # noqa: E402
+from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.sending.pacing import (  # noqa: E402
     CPU_SHARE,
     MAX_INTERVAL_S,
     MAX_PERIOD_S,
@@ -26,8 +28,6 @@ from quire.triton.pacing import (  # noqa: E402
     SEND_SHARE,
     Pace,
 )
-from quire.triton.parsed_request import ParsedRequest  # noqa: E402
-from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402
@@ -172,7 +172,7 @@ def test_merged_deltas_are_the_whole_answer(harness: Harness, monkeypatch: pytes
     num_merged = 0
     for _ in range(40):
         pause = rng.choice([0.0, 0.0, 0.002, 0.02])
-        monkeypatch.setattr(harness.responder._pace, "interval_s", lambda count, pause=pause: pause)
+        monkeypatch.setattr(harness.responder._queue.pace, "interval_s", lambda count, pause=pause: pause)
         running = []
         for _ in range(rng.randrange(1, 7)):
             stops = tuple(rng.choice(["e", "th", "in", "Ġ", "a ", "zz"]) for _ in range(rng.randrange(3)))
@@ -219,7 +219,7 @@ def test_merged_deltas_are_the_whole_answer(harness: Harness, monkeypatch: pytes
             for one in (*got.values(), *want.values()):
                 del one["responses"]
             assert got == want
-        assert not harness.responder._due and not harness.responder._streams
+        assert not harness.responder._queue._due and not harness.responder._queue._streams
     assert num_merged > 20, "hardly any stream had merged deltas"
 
 
@@ -292,7 +292,7 @@ def test_a_stream_without_news_is_sent_what_waits_when_its_time_comes(harness: H
 def test_a_pass_is_charged_for_each_response_of_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty streams whose time has come at once: what one response costs is a share of the pass."""
     charges: list[int] = []
-    pace = harness.responder._pace
+    pace = harness.responder._queue.pace
     charge = pace.charge
 
     def counted(num_responses: int, *seconds: float) -> None:

@@ -275,7 +275,7 @@ def test_unloading_ends_open_streams(tmp_path: Path) -> None:
 def test_an_engine_that_dies_is_unavailable_and_the_next_one_serves(tmp_path: Path) -> None:
     """A client may send again what ends with UNAVAILABLE; with INTERNAL it gave up."""
     harness = Harness(tmp_path)
-    harness.responder._max_pause_s = 0.0
+    harness.responder._continuation._max_pause_s = 0.0
     harness.runner.gate.clear()
     streamed, whole = (harness.submit([4, 5], stream=stream, max_tokens=300) for stream in (True, False))
     engine = harness.responder.engine

@@ -167,11 +167,11 @@ def test_a_stop_ends_a_pause(
     engines, served = make()
     sender = fake_pb_utils.ResponseSender()
     served.submit(RequestHandle(sender, "r", ""), ParsedRequest([1], SamplingParams(), "", OUTPUTS, OUTPUTS))
-    wait_until(lambda: bool(served._generating))
+    wait_until(lambda: bool(served._requests.generations))
     engines.script = [EngineStoppedError("the engine was told to stop")]
     engines.allowed.release()
     engines.kill()
-    wait_until(lambda: served._is_paused)
+    wait_until(lambda: served._continuation.is_paused)
     assert engines.process is not None and not sender.final.is_set()
     with RuntimeDirectory.locked(engines.directory) as directory:
         directory.write_state(EngineState("stopped", engines.process.pid, 0, 0))

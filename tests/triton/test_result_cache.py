@@ -191,7 +191,7 @@ def test_the_client_sees_no_difference(harness: Harness, case: str) -> None:
         assert sizes[0] == 1, "the first token goes out alone"
         if "stream_interval" in fields:
             assert sizes == [1, *[3] * 9, 2]
-    assert not harness.responder._generating and not harness.responder._open
+    assert not harness.responder._requests.generations and not harness.responder._requests.handles
 
 
 @pytest.mark.row("G22")
@@ -293,7 +293,7 @@ def test_what_ended_otherwise_is_not_kept(harness: Harness) -> None:
     harness.runner.gate.set()
     assert responses(late)[-1]["finish_reason"] == [b"timeout"]
     assert harness.cache._memory.num_bytes == 0
-    assert not harness.responder._generating
+    assert not harness.responder._requests.generations
     assert not timing_of(harness.ask(GREEDY))["result_cached"]
     assert timing_of(harness.ask(GREEDY))["result_cached"]
 
@@ -305,7 +305,7 @@ def test_one_that_is_refused_leaves_the_others_recordings_whole(harness: Harness
     refused = harness.submit(GREEDY)
     assert refused.final.wait(WAIT_S) and refused.responses[-1].error is not None
     harness.responder.drain._ends_at = None  # the model was loaded again
-    assert not harness.responder._generating
+    assert not harness.responder._requests.generations
     assert not timing_of(harness.ask(GREEDY))["result_cached"]
     assert timing_of(harness.ask(GREEDY))["result_cached"]
 

@@ -23,9 +23,9 @@ fake_pb_utils.install()
 from quire.engine.cache_commands import Reset  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
 from quire.request.sampling_params import SamplingParams  # noqa: E402
-from quire.triton import responder  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.sending import ends  # noqa: E402
 from quire_ensemble.shared_memory import SMALL_BYTES  # noqa: E402
 from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_choices import OUTPUTS, WAIT_S, Harness  # noqa: E402
@@ -37,7 +37,7 @@ _names = itertools.count()
 
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
-    monkeypatch.setattr(responder, "END_PAUSES_S", (0.005,) * len(responder.END_PAUSES_S))
+    monkeypatch.setattr(ends, "END_PAUSES_S", (0.005,) * len(ends.END_PAUSES_S))
     monkeypatch.setattr(fake_pb_utils, "on_allocation", fake_pb_utils.on_allocation)
     harness = Harness(tmp_path)
     yield harness
@@ -96,14 +96,14 @@ def test_a_failed_send_at_every_position_ends_the_request_once_with_the_truth(
     """A delta that could not be sent was logged and forgotten: the stream went on without it and ended as
     `length`. Now everything before it has arrived, an error says that output was lost, and the engine stops.
     """
-    harness.responder._careful_until = math.inf if careful else 0.0
+    harness.responder._ends._careful_until = math.inf if careful else 0.0
     whole, _ = run(harness, (), n, stream, closes)
     assert whole.final.wait(WAIT_S) and whole.num_sends == (NUM_STEPS * n if stream else n)
     assert whole.num_allocations == whole.num_sends + careful, "careful ones ask for room before FINAL"
     for position in range(whole.num_allocations):
         if position == whole.num_allocations - 1 and closes:
             continue  # see test_a_final_that_triton_refuses_for_good_is_told_and_given_up
-        harness.responder._careful_until = math.inf if careful else 0.0
+        harness.responder._ends._careful_until = math.inf if careful else 0.0
         sender, handle = run(harness, {position}, n, stream, closes)
         assert sender.final.wait(WAIT_S), f"no FINAL after allocation {position} failed"
         *data, last = sender.responses
@@ -111,7 +111,8 @@ def test_a_failed_send_at_every_position_ends_the_request_once_with_the_truth(
         assert all(response.error is None for response in data)
         assert last.error.code() == INTERNAL and "output was lost" in last.error.message()
         assert drain(harness)[-1] == ("abort", handle.request_id, "error")
-        assert not handle.is_open and not harness.responder._open and not harness.responder._due
+        assert not handle.is_open
+        assert not harness.responder._requests.handles and not harness.responder._queue._due
 
 
 def drain(harness: Harness) -> list[Any]:
@@ -138,7 +139,7 @@ def test_a_large_last_response_is_asked_room_for(harness: Harness, decoupled: bo
     size = SMALL_BYTES // 4 + 1
     for fails in ((), (0,)):
         sender = sender_of(fails, decoupled=decoupled)
-        harness.responder._careful_until = 0.0
+        harness.responder._ends._careful_until = 0.0
         name = f"run-{next(_names)}"
         submit(harness, sender, SamplingParams(), stream=False, name=name)
         harness.core.steps.put([EngineCoreOutput(name, list(range(size)), "length")])
@@ -155,7 +156,7 @@ class ValueErrorOf(Exception):
 
 @pytest.mark.parametrize("kind", ["cancel", "cache_control", "refusal"])
 def test_answers_to_commands_and_refusals_are_not_lost_either(harness: Harness, kind: str) -> None:
-    harness.responder._careful_until = math.inf
+    harness.responder._ends._careful_until = math.inf
     sender = sender_of({0})
     handle = RequestHandle(sender, "command", "known")
     outputs = frozenset({"text_output", "finish_reason"})
@@ -180,8 +181,8 @@ def test_a_final_that_triton_refuses_for_good_is_told_and_given_up(
     sender, handle = run(harness, {NUM_STEPS - 1}, 1, True, closes=True)
     wait_until(lambda: not handle.is_open)
     assert not sender.final.is_set() and delivered(sender)[-1][2] == ""
-    assert "closed" in sender.errors[-1] and len(sender.errors) == 2 + len(responder.END_PAUSES_S)
-    assert handle.request_id not in harness.responder._open
+    assert "closed" in sender.errors[-1] and len(sender.errors) == 2 + len(ends.END_PAUSES_S)
+    assert handle.request_id not in harness.responder._requests.handles
     given_up = [record for record in caplog.records if "is given up" in record.getMessage()]
     assert [vars(record)["request_id"] for record in given_up] == [handle.request_id]
     other, _ = run(harness, (), 1, True, closes=True)
@@ -191,10 +192,10 @@ def test_a_final_that_triton_refuses_for_good_is_told_and_given_up(
 def test_others_are_served_while_an_end_is_tried_again_and_unloading_tries_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responder, "END_PAUSES_S", (3600.0,) * 10)
+    monkeypatch.setattr(ends, "END_PAUSES_S", (3600.0,) * 10)
     harness = Harness(tmp_path)
     broken, handle = run(harness, {1, 2}, 1, True, closes=True)
-    wait_until(lambda: harness.responder._ending)
+    wait_until(lambda: harness.responder._ends._failed)
     other, _ = run(harness, (), 2, True, closes=True)
     assert other.final.wait(WAIT_S)
     assert handle.is_open and not broken.final.is_set()
@@ -213,7 +214,7 @@ def test_unloading_answers_commands_that_the_engine_has_not(tmp_path: Path) -> N
     for name, sender, fields in zip("ab", senders, commands, strict=True):
         parsed = ParsedRequest([], SamplingParams(), "known", OUTPUTS, OUTPUTS, **fields)
         harness.responder.submit(RequestHandle(sender, name, "known"), parsed)
-    wait_until(lambda: len(harness.responder._open) == 2)
+    wait_until(lambda: len(harness.responder._requests.handles) == 2)
     harness.responder.stop()
     for sender in senders:
         assert sender.final.wait(WAIT_S)

@@ -35,7 +35,7 @@ class ParsedRequest:
     """Tokens in which a response is due; 0: not by their number."""
     stream_interval_ms: int = 0
     """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
-    load decides (`triton/pacing.py`)."""
+    load decides (`triton/sending/pacing.py`)."""
     cancel: bool = False
     """Ends the running request with the same external id, and generates nothing."""
     cache_control: CacheCommand | None = None

@@ -1,0 +1,92 @@
+"""CancellationPolls: asks Triton whether the clients of open requests have gone; there is no event for it."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import time
+
+from quire.core.request import FinishReason
+from quire.engine.client import EngineClient
+from quire.triton.request_handle import RequestHandle
+from quire.triton.sending.ends import Ends
+from quire.triton.sending.open_requests import OpenRequests
+from quire.triton.sending.pacing import SENDS_PER_PASS
+
+logger = logging.getLogger("quire")
+
+CANCEL_POLL_S = 0.1
+"""Shortest time between two questions whether the client of a request has gone."""
+MAX_POLL_S = 0.25
+"""Longest time between two polls of a request whose steps are long."""
+MAX_POLL_SHARE = 0.02
+"""Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
+
+
+class CancellationPolls:
+    """Polls each open request once per period, and ends those whose clients have gone.
+
+    Args:
+        requests: what is open.
+        ends: ends what is cancelled.
+        engine: told of what is cancelled.
+    """
+
+    def __init__(self, requests: OpenRequests, ends: Ends, engine: EngineClient) -> None:
+        self._requests, self._ends, self._engine = requests, ends, engine
+        self._queue: list[tuple[float, str, RequestHandle]] = []
+        """A heap by the time of the next poll."""
+        self._poll_cost = 1e-4
+
+    @property
+    def next_event(self) -> float:
+        """Time at which `run` is to be called; inf: nothing is polled."""
+        return self._queue[0][0] if self._queue else math.inf
+
+    def add(self, handle: RequestHandle, now: float) -> None:
+        """Polls a request from here on, until its end."""
+        self._push(handle, now + CANCEL_POLL_S)
+
+    def run(self) -> list[RequestHandle]:
+        """Asks Triton about the requests that are due, oldest question first; returns those that go on.
+
+        Where steps are longer than the period, once per step is enough: no block is freed within one.
+        """
+        if not self._queue:
+            return []
+        cancelled: list[str] = []
+        told: list[RequestHandle] = []
+        alive: list[RequestHandle] = []
+        period = max(CANCEL_POLL_S, len(self._requests.handles) * self._poll_cost / MAX_POLL_SHARE)
+        asked = 0
+        now = start = time.monotonic()
+        while self._queue and asked < SENDS_PER_PASS and self._queue[0][0] <= now:
+            _, _, handle = heapq.heappop(self._queue)
+            if not handle.is_open or handle.is_ending:
+                continue
+            asked += 1
+            try:
+                is_cancelled = handle.is_cancelled()
+            except Exception as error:
+                logger.error("frontend: a request could not be polled: %s", error, extra=handle.log_fields)
+                is_cancelled = False
+            if is_cancelled:
+                if handle.parsed.form == "vllm":
+                    logger.info("[vllm] Cancelling the request", extra=handle.log_fields)
+                    told.append(handle)
+                cancelled += [processor.request_id for processor in handle.processors]
+                reason = FinishReason.CANCELLED
+                self._ends.fail(handle, "the request was cancelled", "CANCELLED", reason=reason)
+            else:
+                alive.append(handle)
+                self._push(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))
+        if asked:
+            self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
+        self._engine.abort(cancelled, FinishReason.CANCELLED)
+        for handle in told:  # what vllm_backend logs, and its users search for
+            logger.info("[vllm] Successfully cancelled the request", extra=handle.log_fields)
+        return alive
+
+    def _push(self, handle: RequestHandle, when: float) -> None:
+        heapq.heappush(self._queue, (when, handle.request_id, handle))

@@ -1,0 +1,107 @@
+"""SendQueue: which choices have something to send, and when each of them is to be sent.
+
+One `send` is a round trip to the server (about 150 us), so deltas are merged where there are many: the first
+token and the end go out at once, anything else when its stream is due (`Pace`, or what the request or the
+model states as `stream_interval`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from quire.frontend.output_processor import OutputProcessor
+from quire.triton.request_handle import RequestHandle
+from quire.triton.sending.pacing import Pace
+
+URGENT = 0.0
+"""When a first token or an end is due: before all else."""
+
+
+class SendQueue:
+    """Choices by the time at which they are due.
+
+    Args:
+        pace: decides how often a stream is sent to, where its request does not.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self._streams: set[OutputProcessor] = set()
+        """Choices that have been sent something and go on."""
+        self._due: dict[OutputProcessor, tuple[float, RequestHandle]] = {}
+        self._next_due = math.inf
+        """No choice is due before it."""
+        self._last_look = 0.0
+        """Time of the last call of `is_due`."""
+
+    def __contains__(self, choice: OutputProcessor) -> bool:
+        return choice in self._due
+
+    @property
+    def next_event(self) -> float:
+        """Time at which `is_due` is to be asked again; inf: not before something is marked."""
+        # What is due while no step ends may come with the next one's tokens.
+        return self._next_due + (self.pace.period_s if self._next_due > self._last_look else 0.0)
+
+    def is_due(self, now: float) -> bool:
+        """Whether there is something to send."""
+        self._last_look = now
+        return now >= self._next_due
+
+    def mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
+        """Enters a choice that has got tokens or has ended; of ranked choices the best ones, once all have
+        ended."""
+        parsed = handle.parsed
+        processor = handle.processors[choice.item]
+        if processor.num_best:
+            self._due |= dict.fromkeys(processor.results, (URGENT, handle))
+            self._next_due = URGENT
+            return
+        last_sent = handle.last_sent.get((choice.item, choice.index))
+        if choice.finished or (parsed.stream and last_sent is None):
+            due = URGENT
+        elif last_sent is None:
+            due = math.inf
+        elif choice.has_wanted:
+            due = last_sent
+        elif parsed.stream_interval_ms:
+            due = last_sent + parsed.stream_interval_ms / 1000
+        elif parsed.stream_interval:
+            due = math.inf
+        else:
+            due = last_sent + self.pace.interval_s(len(self._streams))
+        self._due[choice] = due, handle
+        self._next_due = min(self._next_due, due)
+
+    def ready(self, now: float) -> list[OutputProcessor]:
+        """Returns the choices that are due, first tokens and ends before those that have been due for
+        longest."""
+        found = [(due, choice) for choice, (due, _) in self._due.items() if due <= now]
+        return [choice for _, choice in sorted(found, key=operator.itemgetter(0))]
+
+    def handle_of(self, choice: OutputProcessor) -> RequestHandle | None:
+        """Returns the request of a choice; None: the choice is not marked."""
+        return self._due[choice][1] if choice in self._due else None
+
+    def pop(self, choice: OutputProcessor) -> RequestHandle | None:
+        """Takes a choice out and returns its request; None: it was not marked."""
+        return self._due.pop(choice, (0.0, None))[1]
+
+    def on_pass_done(self) -> None:
+        """Finds the next time at which a choice is due."""
+        self._next_due = min((due for due, _ in self._due.values()), default=math.inf)
+
+    def on_sent(self, choice: OutputProcessor, *, is_last: bool) -> None:
+        """Counts a choice that was sent something among the streams, until its last response."""
+        if is_last:
+            self._streams.discard(choice)
+        else:
+            self._streams.add(choice)
+
+    def remove(self, handle: RequestHandle) -> None:
+        """Forgets all choices of a request."""
+        for processor in handle.processors:
+            for choice in processor.choices:
+                self._due.pop(choice, None)
+                self._streams.discard(choice)

@@ -1,0 +1,119 @@
+"""Sender: sends the responses that are due."""
+
+from __future__ import annotations
+
+import time
+
+from quire.core.request import FinishReason
+from quire.engine.client import EngineClient
+from quire.frontend.output_processor import OutputProcessor
+from quire.outputs import RequestOutput
+from quire.triton.observers import StreamMeter
+from quire.triton.request_handle import RequestHandle, Response
+from quire.triton.result_cache import ResultCache
+from quire.triton.sending.ends import Ends
+from quire.triton.sending.pacing import SENDS_PER_PASS
+from quire.triton.sending.send_queue import SendQueue
+
+
+class Sender:
+    """Makes responses of the queue's choices and sends them; ends requests whose last response was sent.
+
+    Args:
+        queue: says what is due.
+        ends: ends requests of which a response cannot be made or sent.
+        engine: asked what it is (`info`) when a result is kept.
+        meter: told of the responses of streams.
+        results: keeps what the engine answers; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        queue: SendQueue,
+        ends: Ends,
+        engine: EngineClient,
+        meter: StreamMeter | None,
+        results: ResultCache | None,
+    ) -> None:
+        self._queue, self._ends, self._engine = queue, ends, engine
+        self._meter, self._results = meter, results
+
+    def send_due(self) -> None:
+        """Sends up to SENDS_PER_PASS responses: first tokens and ends, then what has been due for longest."""
+        now = time.monotonic()
+        if not self._queue.is_due(now):
+            return
+        cpu_start = time.thread_time()
+        num_sent = 0
+        made: dict[RequestHandle, tuple[OutputProcessor, RequestOutput, Response]] = {}
+        for choice in self._queue.ready(now):
+            if num_sent + len(made) == SENDS_PER_PASS:
+                break
+            if self._queue.handle_of(choice) in made:
+                num_sent += self._send_made(made)  # an error there may end this choice, too
+            handle = self._queue.pop(choice)
+            if handle is None:
+                continue  # an error of another choice has ended the request
+            try:
+                output = choice.pop_ready()
+                if output is not None:
+                    made[handle] = choice, output, handle.make(output)
+            except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
+                self._ends.fail_output(handle, error)
+                num_sent += 1
+        num_sent += self._send_made(made)
+        self._queue.on_pass_done()
+        if num_sent:
+            self._queue.pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
+
+    def _send_made(self, made: dict[RequestHandle, tuple[OutputProcessor, RequestOutput, Response]]) -> int:
+        """Sends and forgets what was made of one choice of each request; returns how many these are.
+
+        A send waits for the server, and an engine on the same cores takes the caches meanwhile: making all of
+        them first runs the same code many times while it is there.
+        """
+        count = len(made)
+        for handle, (choice, output, response) in made.items():
+            self.send(handle, output, choice, response)
+        made.clear()
+        return count
+
+    def send(
+        self,
+        handle: RequestHandle,
+        output: RequestOutput,
+        choice: OutputProcessor | None = None,
+        response: Response | None = None,
+    ) -> None:
+        """Sends what `pop_output` gave, or the answer to a command.
+
+        A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
+        was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
+        """
+        if output.finish_reason == FinishReason.SHUTDOWN:
+            self._ends.flush(handle, FinishReason.SHUTDOWN, output)
+            message = "the engine is shutting down"
+            self._ends.fail(handle, message, "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
+            return
+        num_tokens = len(output.token_ids)
+        try:
+            pause_s = handle.send(output, response, careful=self._ends.is_careful)
+        except Exception as error:
+            self._ends.fail_send(handle, error)
+        else:
+            if self._meter is not None and num_tokens and handle.parsed.stream:
+                if pause_s:
+                    self._meter.interval(pause_s / num_tokens, num_tokens)
+                elif len(handle.last_sent) == 1:
+                    self._meter.first(handle.first_sent_at - handle.arrived_at)
+        if not handle.is_open or handle.is_ending:
+            self._keep_results(handle)
+            self._ends.close(handle)
+        elif choice is not None:
+            self._queue.on_sent(choice, is_last=output.finished)
+
+    def _keep_results(self, handle: RequestHandle) -> None:
+        recording = handle.parsed.recording
+        if self._results is not None and recording is not None and not handle.is_open:
+            choices = [choice for processor in handle.processors for choice in processor.choices]
+            self._results.keep(recording, choices, self._engine.info)
