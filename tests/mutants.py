@@ -39,7 +39,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     ),
     Mutant(
         "an idle engine that does not look at messages is healthy",
-        "backend/quire/engine/client.py",
+        "backend/quire/engine/link.py",
         "self._sent_at > beat and self._watchdog_s",
         "False",
         (
@@ -122,9 +122,43 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "a dead engine is an internal error",
         "backend/quire/triton/sending/continuation.py",
-        'self._ends.fail(handle, message, "UNAVAILABLE")',
-        'self._ends.fail(handle, message, "INTERNAL")',
+        'self._ends.fail(handle, f"{DIED}: {reason}", "UNAVAILABLE")',
+        'self._ends.fail(handle, f"{DIED}: {reason}", "INTERNAL")',
         ("tests/triton/test_responder.py::test_an_engine_that_dies_is_unavailable_and_the_next_one_serves",),
+    ),
+    Mutant(
+        "an engine that dies pauses the streams of all engines",
+        "backend/quire/triton/sending/continuation.py",
+        "self._requests.generations.items() if request_id in request_ids]",
+        "self._requests.generations.items() if request_ids is not None]",
+        ("tests/triton/test_several_engines.py::test_streams_of_the_other_engine_never_pause",),
+    ),
+    Mutant(
+        "a new request goes to an engine that is gone",
+        "backend/quire/engine/client.py",
+        "(not link.is_up, len(self._requests[link]))",
+        "len(self._requests[link])",
+        (
+            "tests/triton/test_several_engines.py"
+            "::test_an_engine_that_is_gone_for_ever_takes_its_own_streams_along",
+        ),
+    ),
+    Mutant(
+        "a request that has ended stays with its engine",
+        "backend/quire/engine/client.py",
+        "            request_ids.discard(request_id)",
+        "            pass",
+        ("tests/triton/test_several_engines.py::test_requests_go_to_the_engine_with_the_fewest_open_ones",),
+    ),
+    Mutant(
+        "a command is answered by the first engine alone",
+        "backend/quire/engine/client.py",
+        "        if len(results) < len(self.results):\n",
+        "        if not results:\n",
+        (
+            "tests/triton/test_several_engines.py"
+            "::test_a_cancellation_by_name_finds_its_requests_wherever_they_are",
+        ),
     ),
     Mutant(
         "a nucleus of exactly p takes one token more",

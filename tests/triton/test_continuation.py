@@ -265,7 +265,7 @@ def test_a_death_is_learned_of_behind_an_answer_that_cannot_be_handled(frontend:
     frontend.engine.step()
     generation.recording = object()  # type: ignore[assignment]  # what fails when it is told of an output
     frontend.kill()
-    assert frontend.responder._continuation.is_paused
+    assert frontend.responder._continuation._paused_until
     generation.recording = None
     frontend.replace()
     frontend.run([sender])

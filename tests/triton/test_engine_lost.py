@@ -12,10 +12,11 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.engine import client  # noqa: E402
+from quire.engine import link  # noqa: E402
 from quire.engine.cache_commands import Inspect  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
+from quire.engine.link import EngineLink  # noqa: E402
 from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import UnavailableError  # noqa: E402
@@ -28,7 +29,7 @@ def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the code a client knows whether to try again. They are told when an engine cannot be started."""
-    monkeypatch.setattr(client, "RESTART_PAUSES_S", (0.0, 0.001))
+    monkeypatch.setattr(link, "RESTART_PAUSES_S", (0.0, 0.001))
     harness = Harness(tmp_path)
     address = str(tmp_path / "engine.ipc")
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -42,7 +43,7 @@ def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(
             return connection, connection.hello(10)
 
         own = harness.responder
-        harness.responder = Responder(None, EngineClient(connect))
+        harness.responder = Responder(None, EngineClient([EngineLink(connect)]))
         own.stop()
         own.join(WAIT_S)
         harness.responder.start()

@@ -203,8 +203,9 @@ def test_an_unloaded_model_and_an_engine_that_died(tmp_path: Path) -> None:
         if end == "unload":
             harness.responder.stop()
         else:
-            engine, harness.responder._continuation._max_pause_s = harness.responder.engine, 0.0
-            harness.responder._post(lambda engine=engine: setattr(engine, "_has_died", True))
+            (link,) = harness.responder.engine.links
+            harness.responder._continuation._max_pause_s = 0.0
+            harness.responder._post(lambda link=link: setattr(link, "_has_died", True))
         assert sender.final.wait(WAIT_S)
         (record,) = harness.ended.wait(1)
         reason = "shutdown" if end == "unload" else "error"

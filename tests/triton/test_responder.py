@@ -278,8 +278,8 @@ def test_an_engine_that_dies_is_unavailable_and_the_next_one_serves(tmp_path: Pa
     harness.responder._continuation._max_pause_s = 0.0
     harness.runner.gate.clear()
     streamed, whole = (harness.submit([4, 5], stream=stream, max_tokens=300) for stream in (True, False))
-    engine = harness.responder.engine
-    harness.responder._post(lambda: setattr(engine, "_has_died", True))
+    (link,) = harness.responder.engine.links
+    harness.responder._post(lambda: setattr(link, "_has_died", True))
     for sender in (streamed, whole):
         assert sender.final.wait(WAIT_S)
         error = sender.responses[-1].error

@@ -15,9 +15,10 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.engine import client  # noqa: E402
+from quire.engine import link  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
+from quire.engine.link import EngineLink  # noqa: E402
 from quire.engine.messages import EngineInfo, Goodbye, frontend_message_decoder  # noqa: E402
 from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory  # noqa: E402
@@ -74,7 +75,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[], tuple[Engines, Responder]]]:
 
     def start() -> tuple[Engines, Responder]:
         engines = Engines(tmp_path)
-        served = Responder(None, EngineClient(engines.connect))
+        served = Responder(None, EngineClient([EngineLink(engines.connect)]))
         served.start()
         made.append((engines, served))
         return engines, served
@@ -105,11 +106,12 @@ def test_every_kind_of_failure_is_tried_again_and_requests_are_told_why(
 ) -> None:
     """One failure to restart was the last; one that was no QuireError did not even change what requests were
     told, since it ended the thread that tried."""
-    monkeypatch.setattr(client, "RESTART_PAUSES_S", (0.0, 0.001))
+    monkeypatch.setattr(link, "RESTART_PAUSES_S", (0.0, 0.001))
     engines, served = make()
     engines.script = [CheckpointError("llama/config.json: no such file"), MemoryError("out of it")]
     engines.kill()
-    wait_until(lambda: served.engine._connection is None)
+    (lost,) = served.engine.links
+    wait_until(lambda: not lost.is_up)
     for words in ("the engine process died and is being restarted", "no such file", "out of it"):
         error = ask(served).error
         assert error.code() == fake_pb_utils.TritonError.UNAVAILABLE
@@ -117,12 +119,8 @@ def test_every_kind_of_failure_is_tried_again_and_requests_are_told_why(
         attempts = engines.num_attempts
         engines.allowed.release()
         wait_until(lambda attempts=attempts: engines.num_attempts > attempts)
-        wait_until(
-            lambda words=words: (
-                words not in served.engine._down_reason or served.engine._connection is not None
-            )
-        )
-    wait_until(lambda: served.engine._connection is not None)
+        wait_until(lambda words=words: words not in lost._down_reason or lost.is_up)
+    wait_until(lambda: lost.is_up)
     assert engines.num_attempts == 4
 
 
@@ -132,15 +130,16 @@ def test_pauses_grow_until_an_engine_has_lived_for_a_while(
     """An engine that dies of its first request must not be started as fast as it dies."""
     engines, served = make()
     waited: list[float] = []
-    monkeypatch.setattr(served.engine, "_pause", lambda seconds, died: waited.append(seconds))
+    (lost,) = served.engine.links
+    monkeypatch.setattr(lost, "_pause", lambda seconds, died: waited.append(seconds))
     for _ in range(8):
         engines.allowed.release()
         process = engines.process
         engines.kill()
         wait_until(lambda process=process: engines.process is not process)
-        wait_until(lambda: served.engine._connection is not None and engines.num_attempts == len(waited) + 1)
+        wait_until(lambda: lost.is_up and engines.num_attempts == len(waited) + 1)
     assert waited == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    served.engine._connected_at -= client.SOUND_S
+    lost._connected_at -= link.SOUND_S
     engines.allowed.release()
     engines.kill()
     wait_until(lambda: len(waited) == 9)
@@ -152,7 +151,7 @@ def test_an_operators_stop_is_the_end_of_it(make: Callable[[], tuple[Engines, Re
     engines.script = [EngineStoppedError("the engine was told to stop")]
     engines.allowed.release()
     engines.kill()
-    wait_until(lambda: served.engine._next_attempt is None)
+    wait_until(lambda: served.engine.links[0]._next_attempt is None)
     error = ask(served).error
     assert "told to stop" in error.message() and "retry" not in error.message()
     assert engines.num_attempts == 2
@@ -163,7 +162,7 @@ def test_a_stop_ends_a_pause(
 ) -> None:
     """Between two attempts to start an engine nobody looked for it, for half a minute: the server ended
     before, and what waited for an engine got no final response."""
-    monkeypatch.setattr(client, "RESTART_PAUSES_S", (10 * WAIT_S,))
+    monkeypatch.setattr(link, "RESTART_PAUSES_S", (10 * WAIT_S,))
     engines, served = make()
     sender = fake_pb_utils.ResponseSender()
     served.submit(RequestHandle(sender, "r", ""), ParsedRequest([1], SamplingParams(), "", OUTPUTS, OUTPUTS))
@@ -171,7 +170,7 @@ def test_a_stop_ends_a_pause(
     engines.script = [EngineStoppedError("the engine was told to stop")]
     engines.allowed.release()
     engines.kill()
-    wait_until(lambda: served._continuation.is_paused)
+    wait_until(lambda: served._continuation._paused_until)
     assert engines.process is not None and not sender.final.is_set()
     with RuntimeDirectory.locked(engines.directory) as directory:
         directory.write_state(EngineState("stopped", engines.process.pid, 0, 0))

@@ -187,7 +187,7 @@ def engine_dead(model: Model) -> ResponseSender:
     sender = model.ask(PROMPT, {"max_tokens": 300, "ignore_eos": True, "stream": True})
     assert sender.first.wait(WAIT_S)
     model.responder._continuation._max_pause_s = 0.0  # else it goes on with the next engine
-    model.responder._post(lambda: setattr(model.responder.engine, "_has_died", True))
+    model.responder._post(lambda: setattr(model.responder.engine.links[0], "_has_died", True))
     assert sender.final.wait(WAIT_S)
     model.runner.gate.set()
     return sender

@@ -20,12 +20,12 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.config import EngineConfig  # noqa: E402
-from quire.engine import client  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.engine.heartbeat import Heartbeat  # noqa: E402
+from quire.engine.link import EngineLink  # noqa: E402
 from quire.engine.loop import EngineLoop  # noqa: E402
 from quire.engine.messages import AbortRequests, EngineInfo  # noqa: E402
 from quire.engine.processes import start_time_of  # noqa: E402
@@ -41,7 +41,7 @@ WATCHDOG_S = 5.0
 
 
 class Watched:
-    """An EngineClient of a process that is stopped; `heartbeat` is what its engine writes."""
+    """A client with a link to a process that is stopped; `heartbeat` is what its engine writes."""
 
     def __init__(self, folder: Path) -> None:
         self.process = subprocess.Popen(["sleep", "600"])
@@ -61,7 +61,8 @@ class Watched:
             info = EngineInfo(pid, 64, 600, 8, False, 8, 16, 0, "float32", "cpu")
             return EngineConnection(self.context, address), info
 
-        self.client = EngineClient(connect, watchdog_s=WATCHDOG_S)
+        self.link = EngineLink(connect, watchdog_s=WATCHDOG_S)
+        self.client = EngineClient([self.link])
 
     def is_dead(self, wait_s: float = 60.0) -> bool:
         """Asked when it may just have been killed, which takes effect when it is given a core."""
@@ -89,7 +90,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float, since: float | None = None) -> None:
     """For the client; what it waits for by itself does not pass. `since`: by default from now on."""
     now = time.monotonic() if since is None else since
-    monkeypatch.setattr(client.time, "monotonic", lambda: now + seconds)
+    monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
 
 
 def test_an_engine_that_is_silent_within_a_step_is_killed_past_its_limit(
@@ -108,7 +109,7 @@ def test_an_engine_that_is_silent_within_a_step_is_killed_past_its_limit(
     pass_time(monkeypatch, 3 * WATCHDOG_S + 3)
     watched.client.check()
     assert watched.is_dead()
-    assert watched.client.next_check > client.time.monotonic(), "its thread spun until the kernel was done"
+    assert watched.client.next_check > time.monotonic(), "its thread spun until the kernel was done"
 
 
 def test_an_engine_that_was_frozen_with_all_others_goes_on(
@@ -131,13 +132,13 @@ def test_an_idle_engine_is_healthy_until_it_does_not_look_at_a_message(
     watched.client.check()
     assert watched.client.is_ready
     monkeypatch.undo()
-    watched.client.send(AbortRequests([], "cancelled"))
+    watched.link.send(AbortRequests([], "cancelled"))
     watched.heartbeat.rest()
     pass_time(monkeypatch, 1e6)
     assert watched.client.is_ready, "it looked, and rests again"
     monkeypatch.undo()
     began = time.monotonic()
-    watched.client.send(AbortRequests([], "cancelled"))
+    watched.link.send(AbortRequests([], "cancelled"))
     pass_time(monkeypatch, WATCHDOG_S - 1, began)
     assert watched.client.is_ready
     for seconds in (WATCHDOG_S + 1, WATCHDOG_S + 3):
@@ -151,11 +152,11 @@ def test_more_messages_do_not_prolong_what_the_first_may_take(
 ) -> None:
     """With steady requests an engine that was stopped while it rested would have lived for ever."""
     watched.heartbeat.rest()
-    watched.client.send(AbortRequests([], "cancelled"))
+    watched.link.send(AbortRequests([], "cancelled"))
     began = time.monotonic()
     for seconds in (WATCHDOG_S / 2, WATCHDOG_S + 1, WATCHDOG_S + 3):
-        monkeypatch.setattr(client.time, "monotonic", lambda now=began + seconds: now)
-        watched.client.send(AbortRequests([], "cancelled"))
+        monkeypatch.setattr(time, "monotonic", lambda now=began + seconds: now)
+        watched.link.send(AbortRequests([], "cancelled"))
         watched.client.check()
     assert watched.is_dead()
 
@@ -181,7 +182,7 @@ def test_the_model_is_ready_while_its_engine_is(watched: Watched, monkeypatch: p
     assert not model.is_ready(), "stuck"
     monkeypatch.undo()
     monkeypatch.setattr(served, "is_alive", lambda: True)
-    monkeypatch.setattr(watched.client, "_restart", lambda died: None)
+    monkeypatch.setattr(watched.link, "_restart", lambda died: None)
     assert model.is_ready()
     monkeypatch.setattr(served.drain, "_ends_at", 1.0)
     assert not model.is_ready(), "it is being unloaded"

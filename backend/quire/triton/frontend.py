@@ -86,6 +86,7 @@ class TritonPythonModel:
 
         from quire.engine.client import EngineClient
         from quire.engine.connection import connect
+        from quire.engine.link import EngineLink
         from quire.frontend.grammar_checker import GrammarChecker
         from quire.request.sampling_params import defaults_from_generation_config
         from quire.triton.drain import Drain, ServerAnswer
@@ -114,9 +115,10 @@ class TritonPythonModel:
         self._board = MetricsBoard(pb_utils, names if shows_names else None)
         identity = args["model_name"], args["model_version"]
         metrics = RequestMetrics(self._board, *identity, config.scheduler.tenants)
-        engine = EngineClient(
+        link = EngineLink(
             lambda: connect(context, self._supervisor), self._publish, config.scheduler.watchdog_s
         )
+        engine = EngineClient([link])
         max_loras = config.adapters.max_loras if config.adapters.enable_lora else 0
         # The directory is there now.
         self._metrics = EngineMetrics(self._board, directory, *identity, max_loras)

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from quire.core.request import FinishReason
-from quire.engine.client import Answer, EngineClient, EngineGone, EngineLost, EngineReplaced
-from quire.engine.messages import CancelByExternalId, CommandResult, Control, FrontendMessage, Outputs
+from quire.engine.client import EngineClient
+from quire.engine.link import Answer, EngineGone, EngineLost, EngineReplaced
+from quire.engine.messages import CancelByExternalId, CommandResult, Control, Outputs
 from quire.errors import QuireError, UnavailableError
 from quire.frontend.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
@@ -170,42 +171,45 @@ class Responder(threading.Thread):
         handle.parsed = parsed
         self._requests.add(handle)
         try:
-            for message in self._messages(handle, parsed):
-                self.engine.send(message)
+            self._begin(handle, parsed)
         except QuireError as error:
-            self._ends.fail(handle, str(error), error.code)
             self._ends.abort_others(handle)
+            self._ends.fail(handle, str(error), error.code)
         except Exception as error:
             logger.exception("frontend: a request cannot be handed to the engine", extra=handle.log_fields)
-            self._ends.fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
             self._ends.abort_others(handle)
+            self._ends.fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
 
-    def _messages(self, handle: RequestHandle, parsed: ParsedRequest) -> Sequence[FrontendMessage]:
-        """Returns the messages to the engine for a request or command, and schedules its first poll.
-
-        There is no message where no engine is needed: for a request with results to replay, and for the
-        cancellation of paused requests.
+    def _begin(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+        """Hands a request or command to an engine, or to what answers in its place, and has it polled.
 
         Raises:
-            UnavailableError: the model is being unloaded.
+            UnavailableError: there is no engine, or the model is being unloaded.
         """
         now = time.monotonic()
         self._polls.add(handle, now)
         if parsed.cancel:
-            if self._continuation.is_paused and self._continuation.cancel(parsed):
-                self._answer(CommandResult(handle.request_id, {}))
-                return []
-            tenant = parsed.scheduling.tenant
-            return [CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)]
-        if parsed.cache_control is not None:
-            return [Control(parsed.cache_control, handle.request_id)]
-        if self.drain.is_on:
+            tenant, is_found = parsed.scheduling.tenant, self._cancel_paused(handle)
+            if self.engine.is_up or not is_found:
+                self.engine.command(CancelByExternalId(parsed.external_id, handle.request_id, now, tenant))
+        elif parsed.cache_control is not None:
+            self.engine.command(Control(parsed.cache_control, handle.request_id))
+        elif self.drain.is_on:
             raise UnavailableError(UNLOADING)
-        messages = self._requests.add_prompts(handle, now)
-        if parsed.results is not None:
-            self._replays.add(handle, parsed.results)
-            return []
-        return messages
+        else:
+            messages = self._requests.add_prompts(handle, now)
+            if parsed.results is not None:
+                self._replays.add(handle, parsed.results)
+                return
+            for message in messages:
+                self.engine.send(message)
+
+    def _cancel_paused(self, command: RequestHandle) -> bool:
+        """Ends paused requests that a cancellation names, which answers it; False: it names none."""
+        is_found = self._continuation.cancel(command.parsed)
+        if is_found:
+            self._answer(CommandResult(command.request_id, {}))
+        return is_found
 
     # What comes out.
 
@@ -221,12 +225,14 @@ class Responder(threading.Thread):
             case CommandResult():
                 self._answer(answer)
             case EngineLost():
-                self._lose_commands()
-                self._continuation.pause(answer.suspects)
+                # It may not have read these cancellations, which are for what pauses now.
+                for command in [handle for handle in self._requests.handles.values() if handle.parsed.cancel]:
+                    self._cancel_paused(command)
+                self._continuation.pause(answer)
             case EngineReplaced():
-                self._continuation.resume()
+                self._continuation.resume(answer.link)
             case EngineGone():
-                self._continuation.end_all(answer.reason)
+                self._continuation.end(answer.link, answer.reason)
 
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._queue.pace.step(time.monotonic())
@@ -254,8 +260,8 @@ class Responder(threading.Thread):
         try:
             if output.error is not None:
                 self._ends.flush(handle, FinishReason.ERROR)
-                self._ends.fail(handle, output.error, output.error_code)
                 self._ends.abort_others(handle)
+                self._ends.fail(handle, output.error, output.error_code)
                 return []
             if choice.finished:
                 return []  # what was on its way when a stop string ended the choice here
@@ -285,13 +291,3 @@ class Responder(threading.Thread):
         reason = FinishReason.CANCELLED if is_cancel else FinishReason.STOP
         output = RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0)
         self._sender.send(handle, output)
-
-    def _lose_commands(self) -> None:
-        """Ends the commands of an engine that died, which are not repeated. It may not have read a
-        cancellation: that ends what would pause now."""
-        for handle in [handle for handle in self._requests.handles.values() if not handle.processors]:
-            if handle.parsed.cancel and self._continuation.cancel(handle.parsed):
-                self._answer(CommandResult(handle.request_id, {}))
-                continue
-            message = "the engine process died while it worked on the request"
-            self._ends.fail(handle, message, "UNAVAILABLE")

@@ -55,38 +55,41 @@ class CancellationPolls:
         """
         if not self._queue:
             return []
-        cancelled: list[str] = []
-        told: list[RequestHandle] = []
+        gone: list[RequestHandle] = []
         alive: list[RequestHandle] = []
         period = max(CANCEL_POLL_S, len(self._requests.handles) * self._poll_cost / MAX_POLL_SHARE)
-        asked = 0
         now = start = time.monotonic()
-        while self._queue and asked < SENDS_PER_PASS and self._queue[0][0] <= now:
+        while self._queue and len(gone) + len(alive) < SENDS_PER_PASS and self._queue[0][0] <= now:
             _, _, handle = heapq.heappop(self._queue)
             if not handle.is_open or handle.is_ending:
                 continue
-            asked += 1
             try:
                 is_cancelled = handle.is_cancelled()
             except Exception as error:
                 logger.error("frontend: a request could not be polled: %s", error, extra=handle.log_fields)
                 is_cancelled = False
             if is_cancelled:
-                if handle.parsed.form == "vllm":
-                    logger.info("[vllm] Cancelling the request", extra=handle.log_fields)
-                    told.append(handle)
-                cancelled += [processor.request_id for processor in handle.processors]
-                reason = FinishReason.CANCELLED
-                self._ends.fail(handle, "the request was cancelled", "CANCELLED", reason=reason)
+                gone.append(handle)
             else:
                 alive.append(handle)
                 self._push(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))
-        if asked:
+        self._cancel(gone)
+        if asked := len(gone) + len(alive):
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
-        self._engine.abort(cancelled, FinishReason.CANCELLED)
-        for handle in told:  # what vllm_backend logs, and its users search for
-            logger.info("[vllm] Successfully cancelled the request", extra=handle.log_fields)
         return alive
+
+    def _cancel(self, handles: list[RequestHandle]) -> None:
+        """Ends requests whose clients have gone. To vllm_backend's users the log says so in its words."""
+        told = [handle for handle in handles if handle.parsed.form == "vllm"]
+        for handle in told:
+            logger.info("[vllm] Cancelling the request", extra=handle.log_fields)
+        request_ids = [processor.request_id for handle in handles for processor in handle.processors]
+        self._engine.abort(request_ids, FinishReason.CANCELLED)
+        for handle in handles:
+            reason = FinishReason.CANCELLED
+            self._ends.fail(handle, "the request was cancelled", "CANCELLED", reason=reason)
+        for handle in told:
+            logger.info("[vllm] Successfully cancelled the request", extra=handle.log_fields)
 
     def _push(self, handle: RequestHandle, when: float) -> None:
         heapq.heappush(self._queue, (when, handle.request_id, handle))

@@ -66,7 +66,8 @@ class Ends:
         return self._failed[0][0] if self._failed else math.inf
 
     def abort(self, handle: RequestHandle, reason: FinishReason) -> None:
-        """Ends in the engine what the request has there; the engine passes over ids that it does not have."""
+        """Ends in its engines what the request has there. To be called before `fail`, which has its ids
+        forgotten."""
         self._engine.abort([processor.request_id for processor in handle.processors], reason)
 
     def abort_others(self, handle: RequestHandle) -> None:
@@ -93,8 +94,8 @@ class Ends:
     def fail_output(self, handle: RequestHandle, error: Exception) -> None:
         """Ends a request of which an output cannot be made into text or a response."""
         logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.log_fields)
-        self.fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
         self.abort(handle, FinishReason.ERROR)
+        self.fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
 
     def fail_send(self, handle: RequestHandle, error: Exception) -> None:
         """Ends a request of which a response was not delivered, here and in the engine; where the response
@@ -161,6 +162,8 @@ class Ends:
 
     def _remove(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
+        for processor in handle.processors:
+            self._engine.forget(processor.request_id)
         self._requests.remove(handle)
         self._queue.remove(handle)
 

@@ -1,0 +1,318 @@
+"""EngineLink: a frontend's side of one engine, over the lives of the processes that are it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import zmq
+
+from quire.core.probation import NO_SUSPECTS, InFlightSuspects
+from quire.core.request import FinishReason
+from quire.engine.connection import THAWED_S, EngineConnection
+from quire.engine.messages import (
+    AbortRequests,
+    CommandResult,
+    EngineInfo,
+    FrontendMessage,
+    Outputs,
+    Stats,
+)
+from quire.engine.supervisor import EngineAddress
+from quire.errors import EngineStoppedError, UnavailableError
+
+logger = logging.getLogger("quire")
+
+RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses before each attempt to replace an engine that died; the last counts for all further."""
+SOUND_S = 60.0
+"""An engine that lived this long, or brought a token, is replaced at once."""
+STOP_LOOK_S = 0.2
+"""Time between two looks, during such a pause, whether the engine was told to stop meanwhile."""
+MAX_FAILED_STARTS = 3
+"""Attempts in a row to start an engine after which requests that wait for one end."""
+
+
+@dataclass(frozen=True)
+class EngineLost:
+    """The engine died: what it had goes on in the next one, but for a request that it died of."""
+
+    link: EngineLink
+    suspects: InFlightSuspects = NO_SUSPECTS
+
+
+@dataclass(frozen=True)
+class EngineReplaced:
+    """Another engine took the place of one that died, and knows of no request."""
+
+    link: EngineLink
+
+
+@dataclass(frozen=True)
+class EngineGone:
+    """The engine died and none can be started, for now or for ever: what it had will not go on."""
+
+    link: EngineLink
+    reason: str
+
+
+Connected: TypeAlias = tuple[EngineConnection, EngineInfo]
+Answer: TypeAlias = Outputs | CommandResult | EngineLost | EngineReplaced | EngineGone
+
+
+class EngineLink:
+    """Takes messages to one engine and brings its answers; replaces an engine that died.
+
+    The thread of the client that it is given to owns it, once that has called `attach`.
+
+    Args:
+        connect: makes a connection to a running engine, starting one if need be; after an engine's death it
+            is called on a thread of its own.
+        on_stats: called with the engine's figures about twice a second.
+        watchdog_s: how long an idle engine may take to look at a message; 0: for ever.
+
+    Raises:
+        QuireError: as `connect`.
+    """
+
+    _poller: zmq.Poller
+    _wake: Callable[[], None]
+
+    def __init__(
+        self,
+        connect: Callable[[], Connected],
+        on_stats: Callable[[dict[str, float]], None] | None = None,
+        watchdog_s: float = 0.0,
+    ) -> None:
+        self._connect = connect
+        self._on_stats = on_stats
+        self._connection: EngineConnection | None
+        self._connection, self.info = connect()
+        self._watchdog_s = watchdog_s
+        self._sent_at = self._overdue_at = 0.0
+        """When the first message was sent that the engine may not have looked at; when it was first seen to
+        be overdue, 0: it is not."""
+        self._has_died = False
+        """Whether the last `look` has seen that the engine ended."""
+        self._down_reason = ""
+        self._next_attempt: float | None = 0.0
+        """When another engine is started; None: never, as it was told to stop."""
+        self._num_restarts = 0
+        """Attempts in a row to start an engine that were made before one was sound."""
+        self._has_answered = False
+        """Whether the engine has brought outputs."""
+        self._is_hopeless = threading.Event()
+        """Set by who restarts: requests are to wait no longer."""
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        """Held while the next engine's connection changes hands: it is received, or closed."""
+        self._successor: Connected | None = None
+        self._restarter: threading.Thread | None = None
+        """Thread that calls `connect`, maybe long after `close`. The ZeroMQ context must outlive it."""
+
+    def attach(self, poller: zmq.Poller, wake: Callable[[], None]) -> None:
+        """Registers the engine's socket and process with a poller, and later those of the next ones.
+
+        Args:
+            poller: whoever polls calls `look` with what it found.
+            wake: ends the poll, when there is something to receive that no event tells of.
+        """
+        assert self._connection is not None
+        self._poller, self._wake = poller, wake
+        self._watch(self._connection)
+
+    def look(self, events: dict[Any, int]) -> None:
+        """Sees whether the engine is among what a poll found to have ended."""
+        self._has_died = self._connection is not None and self._connection.pidfd in events
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is an engine."""
+        return self._connection is not None
+
+    def require_engine(self) -> EngineConnection:
+        """Returns the connection to the engine.
+
+        Raises:
+            UnavailableError: there is no engine; says why, and when there may be one.
+        """
+        if self._connection is None:
+            due = self._next_attempt
+            wait_s = None if due is None else max(1.0, due - time.monotonic())
+            raise UnavailableError(self._down_reason, wait_s)
+        return self._connection
+
+    def send(self, message: FrontendMessage) -> None:
+        """Hands the engine a message. Raises as `require_engine`."""
+        connection = self.require_engine()
+        heartbeat = connection.heartbeat
+        if heartbeat is None or self._sent_at <= heartbeat.read()[0]:
+            self._sent_at = time.monotonic()
+        connection.send(message)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an engine that is not overdue. Called from any thread; asks nobody."""
+        connection = self._connection
+        return connection is not None and time.monotonic() <= self._due_of(connection)
+
+    @property
+    def next_check(self) -> float:
+        """When `check` is to be called; inf: not as long as nothing is sent."""
+        if self._connection is None:
+            return math.inf
+        return self._overdue_at + THAWED_S if self._overdue_at else self._due_of(self._connection)
+
+    def check(self) -> None:
+        """Kills an engine that is overdue."""
+        now, connection = time.monotonic(), self._connection
+        if connection is None or now <= self._due_of(connection):
+            self._overdue_at = 0.0
+            return
+        self._overdue_at = self._overdue_at or now
+        if now - self._overdue_at >= THAWED_S:
+            logger.error("frontend: engine process %d is stuck and is killed", connection.address.pid)
+            connection.kill()
+            self._overdue_at = now  # its end takes a moment, or for ever where the kernel holds it
+
+    def _due_of(self, connection: EngineConnection) -> float:
+        """Time at which the engine is overdue, CLOCK_MONOTONIC seconds; inf: it has nothing to do, no
+        heartbeat or no limit."""
+        if connection.heartbeat is None:
+            return math.inf
+        beat, due = connection.heartbeat.read()
+        if due == math.inf and self._sent_at > beat and self._watchdog_s:
+            return self._sent_at + self._watchdog_s  # it rests, and does not see that there is a message
+        return due
+
+    def abort(self, request_ids: list[str], reason: FinishReason) -> None:
+        """Ends requests, or single choices of them ("<request id>#<index>"), if there is an engine."""
+        if self._connection is not None:
+            self._connection.send(AbortRequests(request_ids, reason.value, time.monotonic()))
+
+    def receive(self) -> list[Answer]:
+        """Answers that are there now; `EngineLost` comes after the last ones of an engine that died, and then
+        `EngineReplaced`, `EngineGone`, or one after the other."""
+        if self._connection is None:
+            return self._take_over()
+        answers: list[Answer] = []
+        for message in self._connection.receive():
+            if isinstance(message, Stats):
+                self.info = msgspec.structs.replace(self.info, adapters=message.adapters)
+                self._publish(message)
+            elif not isinstance(message, EngineInfo):
+                answers.append(message)
+        self._has_answered |= bool(answers)
+        if self._has_died:
+            answers.append(EngineLost(self, self._connection.address.in_flight_suspects()))
+            self._bury(self._connection)
+        return answers
+
+    def close(self) -> None:
+        """Takes leave of the engine, and of one that is still being started as soon as it is there."""
+        with self._lock:
+            self._closed.set()
+            successor, self._successor = self._successor, None
+        for connection in (self._connection, successor and successor[0]):
+            if connection is not None:
+                connection.close(goodbye=True)
+        self._connection = None
+
+    def _publish(self, stats: Stats) -> None:
+        if self._on_stats is not None:
+            try:
+                self._on_stats(stats.values)
+            except Exception:
+                logger.exception("frontend: the engine's figures could not be published")
+
+    def _watch(self, connection: EngineConnection) -> None:
+        self._connected_at = time.monotonic()
+        self._has_answered = False
+        self._poller.register(connection.socket, zmq.POLLIN)
+        self._poller.register(connection.pidfd, zmq.POLLIN)
+
+    def _bury(self, connection: EngineConnection) -> None:
+        self._poller.unregister(connection.socket)
+        self._poller.unregister(connection.pidfd)
+        connection.close(goodbye=False)
+        self._connection = None
+        self._has_died = False
+        logger.warning("frontend: engine process %d ended", connection.address.pid)
+        self._down_reason = "the engine process died and is being restarted: try again"
+        self._next_attempt = time.monotonic()
+        if self._has_answered or time.monotonic() - self._connected_at >= SOUND_S:
+            self._num_restarts = 0
+        self._restarter = threading.Thread(
+            target=self._restart, args=(connection.address,), name="quire-restart", daemon=True
+        )
+        try:
+            self._restarter.start()
+        except RuntimeError as error:  # what was in flight must be ended all the same
+            self._give_up(f"the engine process died and no other can be started: {error}")
+
+    def _restart(self, died: EngineAddress) -> None:
+        """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
+
+        Only an operator's stop ends it: of this frontend, or of the engine.
+        """
+        for num_failed in itertools.count(1):
+            pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
+            self._next_attempt = time.monotonic() + pause_s
+            self._num_restarts += 1
+            self._pause(pause_s, died)
+            if self._closed.is_set():
+                return
+            try:
+                successor = self._connect()
+            except EngineStoppedError as error:
+                self._give_up(str(error))
+                return
+            except Exception as error:
+                self._down_reason = f"the engine could not be restarted, which is tried again: {error}"
+                logger.error("frontend: %s", self._down_reason)
+                if num_failed == MAX_FAILED_STARTS:
+                    self._is_hopeless.set()
+                    self._wake()
+            else:
+                break
+        with self._lock:
+            if not self._closed.is_set():
+                self._successor = successor
+                self._wake()
+                return
+        successor[0].close(goodbye=True)
+
+    def _pause(self, seconds: float, died: EngineAddress) -> None:
+        """Waits, at most until this frontend or the engine is told to stop."""
+        ends_at = time.monotonic() + seconds
+        while not died.was_stopped() and (left_s := ends_at - time.monotonic()) > 0:
+            if self._closed.wait(min(left_s, STOP_LOOK_S)):
+                return
+
+    def _give_up(self, reason: str) -> None:
+        self._next_attempt = None
+        self._down_reason = reason
+        logger.error("frontend: %s", reason)
+        self._is_hopeless.set()
+        self._wake()
+
+    def _take_over(self) -> list[Answer]:
+        answers: list[Answer] = []
+        if self._is_hopeless.is_set():
+            self._is_hopeless.clear()
+            answers.append(EngineGone(self, self._down_reason))
+        with self._lock:
+            successor, self._successor = self._successor, None
+        if successor is not None:
+            self._connection, self.info = successor
+            self._watch(self._connection)
+            logger.warning("frontend: engine process %d took over", self._connection.address.pid)
+            answers.append(EngineReplaced(self))
+        return answers
