@@ -237,14 +237,15 @@ class Responder(threading.Thread):
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._queue.pace.step(time.monotonic())
         stopped: list[str] = []
+        generations, marked = self._requests.generations, self._queue.marked
         for output in outputs:
-            generation = self._requests.generations.get(output.request_id)
+            generation = generations.get(output.request_id)
             if generation is None:
                 continue
             choice = generation.processor.choices[output.index]
             if generation.recording is not None and output.error is None:
                 generation.recording.add_output(choice, output)
-            if choice not in self._queue or not choice.append(output):
+            if choice not in marked or not choice.append(output):
                 stopped += self._process(generation, output)
             elif self._on_output is not None:
                 self._on_output(generation.handle, choice, output)

@@ -124,7 +124,7 @@ class Ends:
             outputs = [] if popped is None else [popped]
             for processor in handle.processors:
                 for choice in processor.choices:
-                    if not choice.finished or choice in self._queue:
+                    if not choice.finished or choice in self._queue.marked:
                         choice.finish(reason)
                         outputs.append(choice.pop_output())
             for output in outputs:

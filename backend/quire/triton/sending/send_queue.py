@@ -30,13 +30,12 @@ class SendQueue:
         self._streams: set[OutputProcessor] = set()
         """Choices that have been sent something and go on."""
         self._due: dict[OutputProcessor, tuple[float, RequestHandle]] = {}
+        self.marked = self._due.keys()
+        """View of the choices that are marked."""
         self._next_due = math.inf
         """No choice is due before it."""
         self._last_look = 0.0
         """Time of the last call of `is_due`."""
-
-    def __contains__(self, choice: OutputProcessor) -> bool:
-        return choice in self._due
 
     @property
     def next_event(self) -> float:
