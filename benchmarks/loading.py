@@ -36,13 +36,12 @@ from quire.config import ModelConfig
 from quire.loader import load as loader
 from quire.loader import packed_cache
 from quire.loader.packed_cache import PackedCache
-from quire.models.decoder import DecoderModel
 from quire_kernels.cpu.native import set_num_threads
 
 THREADS, PART = 8, 2**23
 PARTS = {
     "model": (loader, "empty_model"),
-    "packing": (DecoderModel, "pack_module"),
+    "packing": (loader._Packer, "pack"),
     "entry": (PackedCache, "read"),
 }
 """Functions whose time is told."""

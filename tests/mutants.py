@@ -495,6 +495,23 @@ _TIERS = (
 
 _WORKER = (
     Mutant(
+        "embeddings get the hidden states of tokens that are sampled from",
+        "backend/quire/worker/input_batch.py",
+        "if not (inputs.prompt_rows or inputs.pool_rows):",
+        "if not inputs.prompt_rows:",
+        ("tests/unit/test_embeddings.py::test_alone_and_in_a_batch_bit_for_bit",),
+    ),
+    Mutant(
+        "recorded steps are taken to have hidden states of sampled tokens alone",
+        "backend/quire/worker/model_runner.py",
+        "hidden, has_all = recorded.run(forward), True",
+        "hidden = recorded.run(forward)",
+        (
+            "tests/unit/test_model_interface.py"
+            "::test_cached_chunked_and_preempted_it_generates_what_it_does_alone[recorded-greedy]",
+        ),
+    ),
+    Mutant(
         "tokens behind the images have the text's positions",
         "backend/quire/worker/input_batch.py",
         "            axes[:, behind : start + item.num_scheduled_tokens] += embeds.position_delta\n",

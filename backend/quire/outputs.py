@@ -217,7 +217,7 @@ class RunnerInfo:
     start_s: dict[str, float] = field(default_factory=dict)
     """Seconds that phases of the runner's start took, by name."""
     work: ModelWork | None = None
-    """Least bytes and operations that steps of the runner's model need; None: it has no model."""
+    """Least bytes and operations that steps of the runner's model need; None: nobody knows."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
     """Products of the model that adapters may change; empty without `enable_lora`."""
 

@@ -18,8 +18,8 @@ from benchmarks import growth
 from benchmarks.peers.limits import Roofline
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.models.interface import ForwardInputs
 from quire.request.sampling_params import SamplingParams
-from quire.worker.input_batch import StepInputs
 from quire.worker.timeline import Timeline, idle_fraction
 
 GREEDY_TOKENS = 32
@@ -194,11 +194,11 @@ def difference_of_replays(path: Path, device: torch.device, prompts: list[list[i
         graphs._compute(size, is_adapted)
         compare(replayed, graphs._logits[:size])
 
-    def prompt(run: Any, inputs: StepInputs, embeds: Any) -> torch.Tensor:
+    def prompt(run: Any, inputs: ForwardInputs) -> torch.Tensor:
         assert pieces is not None
         count = inputs.metas[0].num_tokens
         size = pieces.sizes[bisect.bisect_left(pieces.sizes, count)]
-        replayed = run(inputs, embeds).clone()
+        replayed = run(inputs).clone()
 
         def interrupt(group: int, query: torch.Tensor, attend: Any) -> torch.Tensor:
             attended = query.new_zeros(query.shape)

@@ -13,6 +13,7 @@ from quire.config import AdapterConfig, ModelConfig
 from quire.layers.context import AdapterStep
 from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
+from quire.models.interface import ForwardInputs
 from quire.worker.adapter_memory import AdapterMemory, adaptable
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops, registry
@@ -48,7 +49,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def load(path: Path, dtype: str, quantization: str | None = None) -> DecoderModel:
     config = ModelConfig(model=str(path), dtype=dtype, quantization=quantization)
-    return load_model(config, torch.device("cpu")).model
+    model = load_model(config, torch.device("cpu")).model
+    assert isinstance(model, DecoderModel)
+    return model
 
 
 class Batch:
@@ -84,15 +87,20 @@ class Batch:
         self.ids = torch.randint(5, 500, (self.metas[0].num_tokens,), generator=generator)
         self.positions = torch.cat([torch.arange(context - new, context) for new, context in LENGTHS])
 
+    def inputs(self, rows: torch.Tensor | None, adapters: AdapterStep | None) -> ForwardInputs:
+        return ForwardInputs(
+            self.ids, self.positions, self.kv_cache, self.metas, rows=rows, adapters=adapters
+        )
+
     def run(
         self, model: DecoderModel, rows: torch.Tensor | None, adapters: AdapterStep | None = None
     ) -> torch.Tensor:
-        return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows, adapters)
+        return model.forward(self.inputs(rows, adapters))
 
     def next_tokens(
         self, model: DecoderModel, rows: torch.Tensor, adapters: AdapterStep | None = None
     ) -> torch.Tensor:
-        return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows, adapters, best=True)
+        return model.next_tokens(self.inputs(rows, adapters))
 
 
 @pytest.mark.row("D3")

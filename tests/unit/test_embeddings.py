@@ -200,9 +200,8 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(
     assert "not finite" in embedding_output(torch.tensor([1.0, float("nan")])).error
     llm = engine(checkpoints["llama", "none"], enable_prefix_caching=False)
     model: Any = runner_of(llm.core).model
-    model.register_forward_hook(
-        lambda module, given, hidden: torch.where(given[0][:, None] == 7, float("nan"), hidden)
-    )
+    forward = model.forward
+    model.forward = lambda inputs: torch.where(inputs.input_ids[:, None] == 7, float("nan"), forward(inputs))
     llm.core.add_request("bad", [5, 7], SamplingParams(dimensions=SIZE))
     llm.core.add_request("good", PROMPTS[1], SamplingParams(dimensions=SIZE))
     ends = {output.request_id: output for output in run(llm)}

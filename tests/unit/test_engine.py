@@ -368,7 +368,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     llm.core.add_request("a", PROMPTS[0], GREEDY)
     llm.core.step()
     with monkeypatch.context() as patch:
-        patch.setattr(runner.model, "forward", lambda *_, **__: 1 / 0)
+        patch.setattr(runner.model, "next_tokens", lambda _: 1 / 0)
         (output,) = llm.core.step()
     assert output.finish_reason == "error"
     assert "ZeroDivisionError" in (output.error or "")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
 
+from quire.models.kv_spec import KVLayers
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.request.sampling_params import SamplingParams, choice_seed
 from quire.worker.input_batch import InputBatch, StepInputs
 
 BLOCK_SIZE = 4
+NO_CACHE = cast(KVLayers, None)
+"""No model computes here."""
 
 
 def batch(num_groups: int = 1, max_num_seqs: int = 4) -> InputBatch:
-    return InputBatch(max_num_seqs, 32, BLOCK_SIZE, torch.device("cpu"), num_groups)
+    return InputBatch(max_num_seqs, 32, NO_CACHE, BLOCK_SIZE, torch.device("cpu"), num_groups)
 
 
 def new(tokens: Sequence[int], **options: object) -> NewRequestData:
@@ -68,24 +72,24 @@ def test_each_group_has_its_own_blocks_of_one_batch(num_groups: int) -> None:
     made = step(
         inputs, row("a", 0, 6, a, data=new(range(6))), row("b", 0, 3, b, data=new([7, 8, 9]), samples=True)
     )
-    assert made.input_ids.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
-    assert made.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert made.forward.input_ids.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert made.forward.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert made.sample_indices.tolist() == [8] and sampled(made) == [1]
-    assert made.choice_indices is None and len(made.metas) == num_groups
-    for group, meta in enumerate(made.metas):
+    assert made.choice_indices is None and len(made.forward.metas) == num_groups
+    for group, meta in enumerate(made.forward.metas):
         assert meta.block_table.shape == (2, 2) and meta.block_table.is_contiguous()
         assert meta.block_table[0].tolist() == a[group] and meta.block_table[1, 0] == b[group][0]
         assert meta.slot_mapping.tolist() == slots_by_hand(a[group], 0, 6) + slots_by_hand(b[group], 0, 3), (
             "token i lies in block i // block_size of its group"
         )
         assert meta.slot_mapping.is_contiguous()
-        assert meta.query_start_loc is made.metas[0].query_start_loc
-        assert meta.plans is not made.metas[0].plans or group == 0
+        assert meta.query_start_loc is made.forward.metas[0].query_start_loc
+        assert meta.plans is not made.forward.metas[0].plans or group == 0
     # Later steps append.
     more = [[10 * group + 3] for group in range(num_groups)]
     inputs.requests["a"].token_ids += [6, 6, 6]
     made = step(inputs, row("a", 6, 3, more))
-    for group, meta in enumerate(made.metas):
+    for group, meta in enumerate(made.forward.metas):
         assert meta.block_table.tolist() == [[*a[group], *more[group]]]
         assert meta.slot_mapping.tolist() == slots_by_hand([*a[group], *more[group]], 6, 3)
 
@@ -93,7 +97,7 @@ def test_each_group_has_its_own_blocks_of_one_batch(num_groups: int) -> None:
 def test_blocks_outside_the_window_become_a_valid_id() -> None:
     """A prefix hit beyond the window: the scheduler never had the first blocks."""
     made = step(batch(2), row("a", 9, 2, [[3, 4, 5], [-1, -1, 7]], data=new(range(11))))
-    full, sliding = made.metas
+    full, sliding = made.forward.metas
     assert full.block_table.tolist() == [[3, 4, 5]]
     assert sliding.block_table.min() >= 0 and sliding.block_table[0, 2] == 7
     assert sliding.slot_mapping.tolist() == [7 * BLOCK_SIZE + 1, 7 * BLOCK_SIZE + 2]
@@ -104,8 +108,8 @@ def test_a_request_may_be_dropped_and_come_back_in_one_plan() -> None:
     inputs = batch(2, max_num_seqs=1)
     step(inputs, row("a", 0, 5, [[1, 2], [3, 4]], data=new(range(5))))
     made = step(inputs, row("a", 0, 6, [[8, 9], [6, 5]], data=new(range(6))), drop=["a", "unknown"])
-    assert [meta.block_table.tolist() for meta in made.metas] == [[[8, 9]], [[6, 5]]]
-    assert made.input_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert [meta.block_table.tolist() for meta in made.forward.metas] == [[[8, 9]], [[6, 5]]]
+    assert made.forward.input_ids.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_given_tokens_are_known_before_the_step() -> None:
@@ -113,7 +117,7 @@ def test_given_tokens_are_known_before_the_step() -> None:
     step(inputs, row("a", 0, 3, [[1]], data=new([4, 5, 6], params={"beam_width": 2}), samples=True))
     accept(inputs, "a", 99)
     made = step(inputs, row("a", 3, 1, [[]], given=[7], samples=True))
-    assert made.input_ids.tolist() == [7]
+    assert made.forward.input_ids.tolist() == [7]
     assert inputs.requests["a"].token_ids == [4, 5, 6, 7], "beam search does not append what was sampled"
 
 
@@ -134,7 +138,7 @@ def test_the_first_draw_of_a_row_has_all_its_choices() -> None:
     accept(inputs, "c", 31)
     made = step(inputs, row("a", 3, 1, [[]], samples=True), row("c", 2, 1, [[]], samples=True))
     assert sampled(made) == [0, 1] and made.choice_indices is None
-    assert made.input_ids.tolist() == [30, 31] and made.sampling_rows[0].seed == 11
+    assert made.forward.input_ids.tolist() == [30, 31] and made.sampling_rows[0].seed == 11
 
 
 def test_choices_wait_for_the_whole_prompt() -> None:
@@ -181,10 +185,10 @@ def test_steps_of_single_tokens_are_those_of_a_batch_made_anew(num_groups: int) 
         made = plan(kept, names, False)
         again = plan(batch(num_groups), names, True)
         if number not in (0, 8):  # prompts are whole there
-            assert made.input_ids.tolist() == again.input_ids.tolist()
-            assert made.positions.tolist() == again.positions.tolist()
+            assert made.forward.input_ids.tolist() == again.forward.input_ids.tolist()
+            assert made.forward.positions.tolist() == again.forward.positions.tolist()
         assert made.sampling_rows == [kept.requests[name].sampling for name in names]
-        for ours, theirs in zip(made.metas, again.metas, strict=True):
+        for ours, theirs in zip(made.forward.metas, again.forward.metas, strict=True):
             assert ours.seq_lens.tolist() == ours.seq_lens_list == theirs.seq_lens_list
             assert ours.max_seq_len == theirs.max_seq_len and not ours.plans
             assert ours.slot_mapping[made.sample_indices].tolist() == theirs.slot_mapping.tolist()

@@ -26,7 +26,6 @@ from quire.loader import files as loader_files
 from quire.loader import load as load_module
 from quire.loader.info import read_configs
 from quire.loader.load import LoadedModel, empty_model, fill_weights, load_model
-from quire.models.decoder import DecoderModel
 from quire_common.gguf_file import GGUFFile
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
@@ -750,18 +749,18 @@ def test_index_is_preferred_to_a_stray_single_file(tmp_path: Path, expected: tor
 @pytest.mark.row("G18")
 def test_layers_are_packed_while_others_are_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    pack = DecoderModel.pack_module
+    pack = load_module._Packer.pack
 
-    def packed(model: DecoderModel, module: Any) -> None:
+    def packed(packer: Any, module: Any) -> None:
         events.append("packed")
-        pack(model, module)
+        pack(packer, module)
 
     def read(wanted: Iterable[loader_files.Wanted]) -> Iterator[Any]:
         for one in loader_files.read_ahead(wanted):
             events.append("read")
             yield one
 
-    monkeypatch.setattr(DecoderModel, "pack_module", packed)
+    monkeypatch.setattr(load_module._Packer, "pack", packed)
     monkeypatch.setattr(load_module, "read_ahead", read)
     load(checkpoint)
     last = len(events) - events[::-1].index("read")

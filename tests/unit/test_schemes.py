@@ -15,7 +15,7 @@ from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES, LayerTensors, LinearScheme, StoredTensor
 from quire.loader.files import NamedTensor
 from quire.loader.info import read_configs
-from quire.loader.load import fill_weights
+from quire.loader.load import fill_weights, pack
 from quire.models.decoder import DecoderModel
 from quire.models.registry import model_class
 from quire_kernels import ops, registry
@@ -72,11 +72,12 @@ def build(
     config = replace(kind.parse_config(hf, torch.float32), scheme=scheme)
     if ranks.size > 1:
         config = config.of_rank(ranks)
-    model = kind(config, 128, torch.device("cpu")).eval()
+    model = kind(config, 128, torch.device("cpu"))
+    assert isinstance(model, DecoderModel)
     wanted = {weight.name for weight in model.weights()}
     parts = (part for name, one in stored.items() for part in model.split(NamedTensor(name, one, path)))
     fill_weights(model, (part for part in parts if model.canonical_name(part.name) in wanted), path)
-    model.pack()
+    pack(model)
     return model
 
 

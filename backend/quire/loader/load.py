@@ -27,7 +27,7 @@ from quire.loader.info import checkpoint_state, end_token_ids, read_configs
 from quire.loader.packed_cache import BackgroundWriter, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
-from quire.models.decoder import DecoderModel
+from quire.models.interface import Model
 from quire.models.registry import model_class, with_head
 from quire_common.errors import in_line, one_line
 from quire_common.host_memory import trim_heap
@@ -37,6 +37,9 @@ from quire_kernels.ranks import ALONE, Ranks
 logger = logging.getLogger("quire")
 
 _MAX_LISTED = 16
+_GIVE_BACK = 2**25
+"""Bytes of packed weights after which memory is given back: of thousands of experts not after each, as that
+takes milliseconds."""
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
 """Most weights that a byte of a weight file may stand for, however it is quantised. A model with more weights
@@ -50,7 +53,7 @@ objects for an expert take some 10 KB."""
 class LoadedModel:
     """A model ready to run."""
 
-    model: DecoderModel
+    model: Model
     config: DecoderConfig
     eos_token_ids: frozenset[int]
     """Ids of the tokens that end a sequence (`end_token_ids`)."""
@@ -70,7 +73,7 @@ def is_worth_keeping(read_s: float, pack_s: float) -> bool:
 class EmptyModel(NamedTuple):
     """A model whose weights are still to be read."""
 
-    model: DecoderModel
+    model: Model
     files: WeightFiles | None
     """Where they are; None: they are made up."""
     eos_token_ids: frozenset[int]
@@ -111,7 +114,7 @@ def load_model(
     elif files is None:
         fill_randomly(model)
         weights_digest = digest_weights(model) if with_digest else ""
-        weight_bytes = model.pack()
+        weight_bytes = pack(model)
     else:
         begin, packing = time.monotonic(), _Packing(model, with_digest)
         fill_weights(model, files.tensors(), files.source, packing.on_filled)
@@ -183,7 +186,7 @@ def empty_model(
     if check is not None:
         check(parsed)
     with checkpoint_errors(hf):
-        model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
+        model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device)
         ends = end_token_ids(hf, generation)
     return EmptyModel(model, files, ends)
 
@@ -198,7 +201,7 @@ def checkpoint_errors(hf: HFConfig) -> Iterator[None]:
         raise hf.error(f"holds a value that cannot be right: {one_line(error)}") from error
 
 
-def digest_weights(model: DecoderModel) -> str:
+def digest_weights(model: Model) -> str:
     """Stands for every bit of the weights as they were loaded; 20 GB take about a second on a CPU.
 
     XXH3 notices any accident; who may choose the weights needs no collision to change what is generated.
@@ -216,11 +219,36 @@ def _joined(digests: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
 
 
+def pack(model: Model) -> int:
+    """Packs a model whose weights are all there; returns the bytes of all weights as they are kept."""
+    packer = _Packer()
+    for _, module in model.packed_modules():
+        packer.pack(module)
+    return model.finish()
+
+
+class _Packer:
+    """Packs modules, and gives back the memory of the weights that they were loaded into: else all weights
+    are in memory twice in the end."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        """Bytes of the modules packed since memory was last given back."""
+
+    def pack(self, module: Linear | Embedding) -> None:
+        """Packs one of a model's `packed_modules`."""
+        module.pack()
+        self._num_bytes += module.nbytes
+        if self._num_bytes >= _GIVE_BACK:
+            trim_heap()
+            self._num_bytes = 0
+
+
 class _Packing:
     """Packs each layer as soon as the last of its tensors is there, while others are read."""
 
-    def __init__(self, model: DecoderModel, with_digest: bool) -> None:
-        self._model, self._with_digest = model, with_digest
+    def __init__(self, model: Model, with_digest: bool) -> None:
+        self._packer, self._with_digest = _Packer(), with_digest
         self._digests = {name: b"" for name, _, _ in model.weights()}
         self._layers: dict[str, tuple[Linear | Embedding, set[str]]] = {}
         for _, module in model.packed_modules():
@@ -238,7 +266,7 @@ class _Packing:
             left.remove(name)
             if not left:
                 begin = time.monotonic()
-                self._model.pack_module(module)
+                self._packer.pack(module)
                 self.seconds += time.monotonic() - begin
 
     def weights_digest(self) -> str:
@@ -246,12 +274,12 @@ class _Packing:
         return _joined(self._digests.values()) if self._with_digest else ""
 
 
-def fill_randomly(model: DecoderModel) -> None:
+def fill_randomly(model: Model) -> None:
     """Seeded numbers of trained weights' sizes: norms are 1, matrices keep the size of their input."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(0)
+    weights = [weight for _, weight, _ in model.weights()]
+    generator = torch.Generator(weights[0].device).manual_seed(0)
     with torch.no_grad():
-        for _, weight, _ in model.weights():
+        for weight in weights:
             if weight.dim() == 1:
                 weight.fill_(1.0)
             else:
@@ -259,7 +287,7 @@ def fill_randomly(model: DecoderModel) -> None:
 
 
 def fill_weights(
-    model: DecoderModel,
+    model: Model,
     tensors: Iterable[NamedTensor],
     source: Path,
     on_filled: Callable[[str, torch.Tensor], None] = lambda name, memory: None,
@@ -281,9 +309,7 @@ def fill_weights(
             on_filled(name, memory)
 
 
-def _filled(
-    model: DecoderModel, tensors: Iterable[NamedTensor], source: Path
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _filled(model: Model, tensors: Iterable[NamedTensor], source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     targets = {weight.name: weight for weight in model.weights()}
     needed = frozenset(targets)
     unexpected: dict[Path, list[str]] = {}

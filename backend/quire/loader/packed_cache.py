@@ -34,7 +34,7 @@ from quire.config import ModelConfig
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.loader.identity import FileIdentity, code_identity
-from quire.models.decoder import DecoderModel
+from quire.models.interface import Model
 from quire_common.cache import lasting_directory, locked
 from quire_common.errors import one_line
 from quire_common.host_memory import aligned_bytes
@@ -205,7 +205,7 @@ class PackedEntry:
         self._cache, self._config = cache, config
         self._seen_ns, self._before = time.time_ns(), FileIdentity.from_path(config.model)
 
-    def key(self, model: DecoderModel) -> str:
+    def key(self, model: Model) -> str:
         """Stands for all that decides what the weights of an empty model become."""
         identity = {
             "files": self._before.files,
@@ -217,7 +217,7 @@ class PackedEntry:
         }
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def fill(self, model: DecoderModel, with_digest: bool) -> str | None:
+    def fill(self, model: Model, with_digest: bool) -> str | None:
         """Gives an empty model the weights that are kept.
 
         Returns:
@@ -241,7 +241,7 @@ class PackedEntry:
         digest: str = tree["weights_digest"]
         return digest
 
-    def keep(self, model: DecoderModel, weights_digest: str) -> BackgroundWriter | None:
+    def keep(self, model: Model, weights_digest: str) -> BackgroundWriter | None:
         """Begins to write a packed model. None: it has weights without a form to keep, or the files it was
         read from may not have been the same all the time."""
         newest = max((max(file[3:5]) for file in self._before.files), default=0)

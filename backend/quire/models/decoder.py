@@ -11,7 +11,7 @@ from torch import nn
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.attention import Attention
 from quire.layers.config import DecoderConfig
-from quire.layers.context import AdapterStep, LayerContext
+from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
 from quire.layers.hf_config import HFConfig
 from quire.layers.latent_attention import LatentAttention
@@ -20,11 +20,10 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding, neighbours_apart
+from quire.models.interface import ForwardInputs, Model
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec, LatentKV
 from quire.roofline import ModelWork
-from quire_common.host_memory import trim_heap
-from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import (
     DecoderLayerWeights,
@@ -36,10 +35,6 @@ from quire_kernels.cpu.decoder import (
 )
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
-
-_GIVE_BACK = 2**25
-"""Bytes of packed weights behind which what they were loaded into is given back: of thousands of experts not
-after each, as that takes milliseconds."""
 
 
 class DecoderLayer(nn.Module):
@@ -158,8 +153,8 @@ def _add(
     return total, total
 
 
-class DecoderModel(nn.Module):
-    """Token ids to hidden states to logits, over a paged KV cache.
+class DecoderModel(nn.Module, Model):
+    """Model of the Llama family.
 
     A family subclasses this and overrides `parse_config` (and whatever else differs). Weights are
     uninitialised until the loader has filled all of `weights()`.
@@ -180,15 +175,12 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.kv_groups = kv_groups(config.kv_windows)
-        """Layers that share a block table; `forward` wants one AttentionMetadata for each group."""
         own = {
             layer: (group, position)
             for group, (_, layers) in enumerate(self.kv_groups)
             for position, layer in enumerate(layers)
         }
         self._places = {layer: own[source] for layer, source in enumerate(config.kv_layers)}
-        self._packed_bytes = 0
-        """Bytes of the modules packed since memory was last given back."""
         self._native: NativeDecoder | None = None
         self._kv_layers: tuple[KVLayers, list[KVLayer]] | None = None
         self.rotary = RotaryEmbedding(config.rope, max_model_len, device)
@@ -222,7 +214,7 @@ class DecoderModel(nn.Module):
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """The family's reading of config.json; raises CheckpointError."""
+        """See Model."""
         config = DecoderConfig.from_hf(hf, dtype)
         if config.rope.rotary_dim != config.head_dim and not cls.rotates_partly:
             raise hf.error(
@@ -250,90 +242,67 @@ class DecoderModel(nn.Module):
             return LatentKV(config.head_dim, config.dtype)
         return AttentionKV(config.num_kv_heads, config.head_dim, config.dtype, kv_cache_dtype)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: KVLayers,
-        metas: Sequence[AttentionMetadata],
-        embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
-        rows: torch.Tensor | None = None,
-        adapters: AdapterStep | None = None,
-        *,
-        best: bool = False,
-    ) -> torch.Tensor:
-        """Computes the new tokens of a ragged batch and stores their keys and values.
-
-        Args:
-            input_ids: int64 [num_tokens].
-            positions: int64 [num_tokens] (or [3, num_tokens] for M-RoPE).
-            kv_cache: written in place; layer i of a group lies at position i of the group's blocks.
-            metas: which tokens belong together, and where their context is in the blocks of each KV group.
-            embeds: (int64 [n], [n, embeds_size]): batch rows whose embedding is given, not looked up, and
-                what they add behind the first layers, if the model has levels of deepstack.
-            rows: int64 [n], ascending: batch rows whose result is wanted; None: all.
-            adapters: None: no token has one.
-            best: whether the result is to be `best_tokens` of the hidden states.
-
-        Returns:
-            [num_tokens or n, hidden_size], the final norm applied; with `best` int64 [num_tokens or n].
-        """
-        # One call has no place for levels; operators give its bits.
-        native = None if self.config.deepstack_levels and embeds is not None else self._native_for(kv_cache)
-        scaling = self.config.query_scaling
-        metas = self._with_chunked(kv_cache, metas)
-        has_chosen = False
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        native = self._native_for(inputs)
         if native is None:
-            x = self.embed(input_ids, embeds)
-            out = self.compute(x, positions, kv_cache, metas, rows, adapters, embeds)
-        else:
-            x = input_ids if native.looks_up and embeds is None else self.embed(input_ids, embeds)
-            if positions.ndim == 1:
-                rotations = self.rotary.table_to(metas[0].max_seq_len)
-            else:
-                rotations, positions = self.rotary.rotations(positions), torch.arange(input_ids.shape[0])
-            if rows is None:
-                rows = torch.arange(input_ids.shape[0])
-            other, has_chosen = self.other_rotary, best and native.chooses
-            out = native(
-                x,
-                rotations,
-                positions,
-                self._layers_of(kv_cache),
-                metas,
-                rows,
-                other_rotations=None if other is None else other.table_to(metas[0].max_seq_len),
-                query_factors=None if scaling is None else scaling.factors(positions),
-                adapters=None if adapters is None else adapters.slots,
-                best=has_chosen,
-            )
-        return self.best_tokens(out) if best and not has_chosen else out
+            return self.compute(self.embed(inputs), inputs)
+        return self._call_native(native, inputs)
 
-    def embed(
-        self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
+    def next_tokens(self, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        native = self._native_for(inputs)
+        if native is None or not native.chooses:
+            return self.best_tokens(self.forward(inputs))
+        return self._call_native(native, inputs, best=True)
+
+    def _native_for(self, inputs: ForwardInputs) -> NativeDecoder | None:
+        """Decoder that computes all layers in one call over this cache; None: there is none."""
+        native = self._native
+        if native is None or not native.can_use(self._layers_of(inputs.kv_cache)[0]):
+            return None
+        # One call has no place for levels; operators give its bits.
+        return None if self.config.deepstack_levels and inputs.embeds is not None else native
+
+    def _call_native(
+        self, native: NativeDecoder, inputs: ForwardInputs, *, best: bool = False
     ) -> torch.Tensor:
-        """Input of the first layer, [num_tokens, embedded_size]; the arguments are those of `forward`."""
-        x = self.embed_tokens(input_ids)
+        """`forward` in one call; with `best` `next_tokens`, of a decoder that chooses."""
+        input_ids, positions, rows = inputs.input_ids, inputs.positions, inputs.rows
+        scaling, other, adapters = self.config.query_scaling, self.other_rotary, inputs.adapters
+        longest = inputs.metas[0].max_seq_len
+        if positions.ndim == 1:
+            rotations = self.rotary.table_to(longest)
+        else:
+            rotations, positions = self.rotary.rotations(positions), torch.arange(input_ids.shape[0])
+        return native(
+            input_ids if native.looks_up and inputs.embeds is None else self.embed(inputs),
+            rotations,
+            positions,
+            self._layers_of(inputs.kv_cache),
+            self._with_chunked(inputs),
+            torch.arange(input_ids.shape[0]) if rows is None else rows,
+            other_rotations=None if other is None else other.table_to(longest),
+            query_factors=None if scaling is None else scaling.factors(positions),
+            adapters=None if adapters is None else adapters.slots,
+            best=best,
+        )
+
+    def embed(self, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        x, embeds = self.embed_tokens(inputs.input_ids), inputs.embeds
         if embeds is not None:
-            x.index_copy_(0, embeds[0], embeds[1][:, : self.config.hidden_size])
+            x.index_copy_(0, embeds[0], embeds[1][:, : self.config.hidden_size].to(x.dtype))
         return x
 
-    def compute(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: KVLayers,
-        metas: Sequence[AttentionMetadata],
-        rows: torch.Tensor | None = None,
-        adapters: AdapterStep | None = None,
-        embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """`forward` behind `embed`; `x` may be overwritten."""
+    def compute(self, x: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        positions, kv_cache, embeds = inputs.positions, inputs.kv_cache, inputs.embeds
         angles = self.rotary(positions)
         other_angles = angles if self.other_rotary is None else self.other_rotary(positions)
         scaling = self.config.query_scaling
         factors = None if scaling is None else scaling.factors(positions)
-        metas = self._with_chunked(kv_cache, metas)
+        metas = self._with_chunked(inputs)
         residual: torch.Tensor | None = None
         size, own_size = self.config.hidden_size, self.config.per_layer_size
         x, *per_layer = x.split([size, *[own_size] * len(self.layers)], 1) if own_size else [x]
@@ -344,41 +313,35 @@ class DecoderModel(nn.Module):
                 group += len(self.kv_groups)
             cos, sin = other_angles if layer.has_other_rope else angles
             context = LayerContext(
-                *(cos, sin, kv_cache.layer(position, layer.kv_shape), metas[group], adapters),
+                *(cos, sin, kv_cache.layer(position, layer.kv_shape), metas[group], inputs.adapters),
                 factors if layer.scales_queries else None,
                 per_layer[index] if per_layer else None,
             )
             x, residual = layer(x, residual, context)
             if embeds is not None and index < self.config.deepstack_levels:
-                x.index_add_(0, embeds[0], embeds[1][:, (index + 1) * size : (index + 2) * size])
+                level = embeds[1][:, (index + 1) * size : (index + 2) * size]
+                x.index_add_(0, embeds[0], level.to(x.dtype))
         hidden = self.norm.add(x, residual)[0]
-        return hidden if rows is None else hidden[rows]
+        return hidden if inputs.rows is None else hidden[inputs.rows]
 
-    def _with_chunked(
-        self, kv_cache: KVLayers, metas: Sequence[AttentionMetadata]
-    ) -> Sequence[AttentionMetadata]:
+    def _with_chunked(self, inputs: ForwardInputs) -> Sequence[AttentionMetadata]:
         """Metadata of each KV group, and behind them, if some layers are chunked, the same in chunks."""
         size = self.config.chunk_size
-        if size is None or len(metas) > len(self.kv_groups):
-            return metas
-        block_size = data_of(kv_cache.layer(0)).shape[3]
-        return [*metas, *(meta.chunked(size, block_size) for meta in metas)]
+        if size is None:
+            return inputs.metas
+        block_size = data_of(inputs.kv_cache.layer(0)).shape[3]
+        return [*inputs.metas, *(meta.chunked(size, block_size) for meta in inputs.metas)]
 
     def take_slots(self) -> None:
-        """Computes with the adapters in its linear layers' slots, which are there now."""
+        """See Model."""
         if self._native is not None:
             layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._native.take_adapters([layer.adapters() for layer in layers])
 
     @property
     def is_fused(self) -> bool:
-        """Whether all layers are one call."""
+        """See Model."""
         return self._native is not None
-
-    def _native_for(self, kv_cache: KVLayers) -> NativeDecoder | None:
-        """Decoder that computes all layers in one call over this cache; None: there is none."""
-        native = self._native
-        return native if native is not None and native.can_use(self._layers_of(kv_cache)[0]) else None
 
     def _layers_of(self, kv_cache: KVLayers) -> list[KVLayer]:
         """Each layer's view of the pool, the same list each time."""
@@ -387,32 +350,14 @@ class DecoderModel(nn.Module):
             self._kv_layers = kv_cache, [kv_cache.layer(position) for _, position in places]
         return self._kv_layers[1]
 
-    def pack(self) -> int:
-        """Brings the loaded weights into the form that computes, layer by layer; to be called once.
-
-        Returns:
-            Bytes of all weights as they are kept.
-        """
-        for _, module in self.packed_modules():
-            self.pack_module(module)
-        return self.finish()
-
-    def pack_module(self, module: Linear | Embedding) -> None:
-        """Packs one of `packed_modules`."""
-        module.pack()
-        self._packed_bytes += module.nbytes
-        if self._packed_bytes >= _GIVE_BACK:
-            trim_heap()  # what was loaded: else all weights are in memory twice in the end
-            self._packed_bytes = 0
-
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
-        """Modules that have a packed form, by name."""
+        """See Model."""
         for name, module in self.named_modules():
             if isinstance(module, Linear | Embedding):
                 yield name, module
 
     def finish(self) -> int:
-        """Completes the model once all `packed_modules` are packed; returns what `pack` does."""
+        """See Model."""
         for module in self.modules():
             if isinstance(module, MixtureOfExperts | LatentAttention):
                 module.finish(self.norm.weight.device.type)
@@ -421,7 +366,7 @@ class DecoderModel(nn.Module):
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def packed_bytes(self, device_type: str) -> int:
-        """Bytes that `pack` will return on such a device, about; known before any weight is loaded."""
+        """See Model."""
         num_bytes = sum(module.packed_bytes(device_type) for _, module in self.packed_modules())
         return self._absorbed_bytes + num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
@@ -462,8 +407,7 @@ class DecoderModel(nn.Module):
         )
 
     def work(self, kv_token_bytes: int) -> ModelWork:
-        """Bytes that steps of the packed model read, and operations that they compute; `kv_token_bytes` is
-        what a layer keeps of a token."""
+        """See Model."""
         config, experts = self.config, self.config.experts
         size, latent = config.hidden_size, config.latent
         value_size = config.head_dim if latent is None else latent.kv_rank
@@ -480,7 +424,7 @@ class DecoderModel(nn.Module):
         )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] of `forward` to float32 [n, vocab_size]."""
+        """See Model."""
         config, logits = self.config, self.lm_head.logits(hidden)
         if config.logits_divisor != 1:
             logits = logits / config.logits_divisor
@@ -488,13 +432,13 @@ class DecoderModel(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`ops.argmax` of `compute_logits(hidden)`: int64 [n], -1 where there is none."""
+        """See Model."""
         if not self.config.keeps_logits_order:
             return ops.argmax(self.compute_logits(hidden))
         return self.lm_head.best(hidden)
 
     def weights(self) -> Iterator[Weight]:
-        """Weights to be filled, one for every tensor that the model needs."""
+        """See Model."""
         for path, module in self._named_modules():
             if isinstance(module, Linear | Embedding):
                 yield from module.weights()
@@ -511,7 +455,7 @@ class DecoderModel(nn.Module):
             yield path if path == "lm_head" else f"model.{path}", module
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Converts a checkpoint's tensor into what the model keeps; `name` is one of `weights()`."""
+        """See Model."""
         config = self.config
         if config.unit_offset_norms and name.endswith("norm.weight"):
             return tensor.float() + 1.0
@@ -534,20 +478,9 @@ class DecoderModel(nn.Module):
             )
         return tensor.clone()
 
-    def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """Splits a tensor of the checkpoint into those that it holds, mostly itself alone, under names that
-        `canonical_name` takes."""
-        yield stored
-
-    def canonical_name(self, name: str) -> str:
-        """The name in `weights()` of a checkpoint's tensor."""
-        return name
-
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model has no use for it.
-
-        Old Llama checkpoints store the rotary frequencies; tied ones may repeat the embedding as head.
-        """
+        """See Model: old Llama checkpoints store the rotary frequencies, and tied ones may repeat the
+        embedding as head."""
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
         return (
             name.endswith("rotary_emb.inv_freq")

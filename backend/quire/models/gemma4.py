@@ -22,6 +22,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm, UnitNorm
 from quire.layers.rotary import RopeConfig
 from quire.models.decoder import DecoderLayer, DecoderModel
+from quire.models.interface import ForwardInputs
 from quire.models.kv_spec import AttentionKV, KVSpec
 from quire.models.vision_language import VisionLanguageModel
 from quire_kernels import ops
@@ -223,15 +224,13 @@ class Gemma4ForCausalLM(DecoderModel):
         self.projection = Linear(config, config.hidden_size, parts, parallel=None, bias=False)
         self.per_layer_projection_norm = RMSNorm(config, size)
 
-    def embed(
-        self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def embed(self, inputs: ForwardInputs) -> torch.Tensor:
         """See DecoderModel: behind it, what each layer mixes in."""
-        x, size = super().embed(input_ids, embeds), self.config.per_layer_size
+        x, size = super().embed(inputs), self.config.per_layer_size
         if not size:
             return x
         projected = (self.projection(x) * self.config.hidden_size**-0.5).unflatten(1, (-1, size))
-        own = self.embed_tokens_per_layer(input_ids).view(projected.shape)
+        own = self.embed_tokens_per_layer(inputs.input_ids).view(projected.shape)
         mixed = (self.per_layer_projection_norm(projected) + own) * 2**-0.5
         return torch.cat([x, mixed.flatten(1)], 1)
 

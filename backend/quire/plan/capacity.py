@@ -12,7 +12,7 @@ import torch
 from quire.config import EngineConfig
 from quire.layers.config import DecoderConfig
 from quire.loader.load import empty_model
-from quire.models.decoder import DecoderModel
+from quire.models.interface import Model
 from quire.simulator.cost import CostModel
 from quire.simulator.simulate import Simulator
 from quire.simulator.workload import Arrival
@@ -116,7 +116,7 @@ def predict(
     )
 
 
-def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.device) -> DecoderModel:
+def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.device) -> Model:
     def check(shape: DecoderConfig) -> None:
         check_draft(shape, target)
         check_attention_backend(config, shape, device)

@@ -54,7 +54,11 @@ class SourceCheckpoint:
         if config.experts is not None:
             raise hf.error(f"{self.hf.architecture} has experts, which this tool does not quantise")
         is_other = config.fused_qkv or config.fused_gate_up or config.norms.attention_input is None
-        if is_other or kind.layer_class.forward is not DecoderLayer.forward:
+        if (
+            is_other
+            or not issubclass(kind, DecoderModel)
+            or kind.layer_class.forward is not DecoderLayer.forward
+        ):
             raise hf.error(
                 f"{self.hf.architecture} has fused projections, or other layers than Llama's, which this "
                 "tool does not quantise"

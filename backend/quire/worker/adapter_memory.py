@@ -11,13 +11,13 @@ from quire.config import AdapterConfig
 from quire.layers.latent_attention import UpProjection
 from quire.layers.linear import Linear
 from quire.layers.moe import MixtureOfExperts
-from quire.models.decoder import DecoderModel
+from quire.models.interface import Model
 
 
 class AdapterMemory:
     """Memory of a packed model's slots: `max_loras` adapters of `max_lora_rank` in each of its layers."""
 
-    def __init__(self, model: DecoderModel, config: AdapterConfig, device: torch.device) -> None:
+    def __init__(self, model: Model, config: AdapterConfig, device: torch.device) -> None:
         self._model, self._dtype = model, model.config.dtype
         layers = dict(adaptable(model))
         for linear in layers.values():
@@ -40,7 +40,7 @@ class AdapterMemory:
             begin = end
 
 
-def adaptable(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
+def adaptable(model: Model) -> Iterator[tuple[str, Linear]]:
     """The layers that adapters may change, by their names in the model: not experts and their routers, nor
     what attention absorbs."""
     outside = [f"{name}." for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
@@ -50,7 +50,7 @@ def adaptable(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
             yield name, module
 
 
-def targets_of(model: DecoderModel) -> tuple[AdapterTarget, ...]:
+def targets_of(model: Model) -> tuple[AdapterTarget, ...]:
     """The parts of `adaptable` layers."""
     return tuple(
         AdapterTarget(f"{name.rpartition('.')[0]}.{part}", linear.in_features, size)
@@ -59,7 +59,7 @@ def targets_of(model: DecoderModel) -> tuple[AdapterTarget, ...]:
     )
 
 
-def slot_bytes(model: DecoderModel, config: AdapterConfig) -> int:
+def slot_bytes(model: Model, config: AdapterConfig) -> int:
     """Bytes that `AdapterMemory` of a model will take; it may be on torch's "meta" device."""
     if not config.enable_lora:
         return 0

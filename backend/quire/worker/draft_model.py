@@ -21,7 +21,7 @@ import torch
 from quire.config import ModelConfig
 from quire.errors import ConfigError
 from quire.layers.config import DecoderConfig
-from quire.models.decoder import DecoderModel
+from quire.models.interface import ForwardInputs, Model
 from quire.models.kv_groups import kv_groups
 from quire.outputs import ScheduledRequest
 from quire.request.sampling_params import SamplingParams
@@ -112,7 +112,7 @@ class DraftModel:
         max_tokens: most tokens that are computed of what was missed, in a step.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: KVCache, max_tokens: int) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, max_tokens: int) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self._max_tokens = max_tokens
@@ -186,10 +186,10 @@ class DraftModel:
             int64 [len(rows)]; any token where the logits are not finite.
         """
         positions, meta, last = self._inputs(spans, table)
-        given = input_ids, positions, self.kv_cache, [meta], None, last[: len(rows)]
+        inputs = ForwardInputs(input_ids, positions, self.kv_cache, [meta], last[: len(rows)])
         if rows and all(row.wants_best_only for row in rows):
-            return self.model(*given, best=True).clamp(min=0)
-        hidden = self.model(*given)
+            return self.model.next_tokens(inputs).clamp(min=0)
+        hidden = self.model.forward(inputs)
         if not rows:
             return input_ids[:0]
         return draw(self.model.compute_logits(hidden), rows).token_ids.clamp(min=0)

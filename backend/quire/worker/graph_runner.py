@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from quire.layers.context import AdapterStep
-from quire.models.decoder import DecoderLayer, DecoderModel
+from quire.models.interface import ForwardInputs, Model
 from quire.outputs import ScheduledRequest
 from quire.worker.device import to_device
-from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops
 from quire_kernels.metadata import Attend, AttentionMetadata
@@ -123,7 +123,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         kv_cache: KVCache,
         batch: InputBatch,
         max_model_len: int,
@@ -251,8 +251,8 @@ class DecodeGraphs:
         metas = [meta, *map(meta.with_blocks, tables[1:].unbind(), slots[1:].unbind())]
         adapters = AdapterStep(adapter_slots.int(), None) if is_adapted else None
         with torch.inference_mode():
-            hidden = self.model(input_ids, indices + offsets, self.kv_cache, metas, adapters=adapters)
-            logits = self.model.compute_logits(hidden)
+            inputs = ForwardInputs(input_ids, indices + offsets, self.kv_cache, metas, adapters=adapters)
+            logits = self.model.compute_logits(self.model.forward(inputs))
             best = ops.argmax(logits)
             last_tokens[rows] = best
             self._input_ids[:size].copy_(input_ids)
@@ -279,8 +279,8 @@ class Piece:
     """The attention behind it, of queries over a batch."""
     group: int
     """The KV group of its layer."""
-    head_dim: int
-    """Size of a head of that attention's queries."""
+    heads: torch.Size
+    """[num_heads, head_dim] of that attention's queries."""
 
 
 class PromptGraphs:
@@ -295,7 +295,7 @@ class PromptGraphs:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         kv_cache: KVCache,
         num_axes: int,
         sizes: Sequence[int],
@@ -312,14 +312,9 @@ class PromptGraphs:
         # What pieces read and write; the same memory for all sizes and layers.
         self._x = torch.zeros((longest, config.embedded_size), dtype=config.dtype, device=device)
         self._hidden = torch.zeros((longest, config.hidden_size), dtype=config.dtype, device=device)
-        head_dims = [config.head_dim]
-        for layer in model.layers:
-            assert isinstance(layer, DecoderLayer)
-            if layer.kv_shape is not None:
-                head_dims.append(layer.kv_shape[1])
-        size = longest * config.num_heads * max(head_dims)
-        self._query = torch.zeros(size, dtype=config.dtype, device=device)
-        self._attended = torch.zeros_like(self._query)
+        self._query = self._attended = torch.empty(0, dtype=config.dtype, device=device)
+        """Room for the largest layer's queries, and for what attention makes of them; from the first warm-up
+        on, in which layers show their sizes."""
         axes = (3,) if num_axes == 3 else ()
         self._positions = torch.zeros((*axes, longest), dtype=torch.int64, device=device)
         block_size = kv_cache.block_size
@@ -345,8 +340,8 @@ class PromptGraphs:
             return False
         return True
 
-    def run(self, inputs: StepInputs, embeds: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """[num_tokens, hidden_size] as of the model, in memory that the next call overwrites."""
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Hidden states of all tokens, [num_tokens, hidden_size], in memory that the next call overwrites."""
         count = inputs.metas[0].num_tokens
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
         adapters = inputs.adapters
@@ -354,7 +349,7 @@ class PromptGraphs:
         if adapters is not None:
             self._adapter_slots[:count] = adapters.slots
             self._adapter_slots[count:size] = -1
-        self._x[:count] = self.model.embed(inputs.input_ids, embeds)
+        self._x[:count] = self.model.embed(inputs)
         self._positions[..., :count] = inputs.positions
         self._slots[:, count:size] = self._scratch_slots[: size - count]
         for slots, meta in zip(self._slots, inputs.metas, strict=True):
@@ -362,7 +357,7 @@ class PromptGraphs:
         for piece in pieces:
             piece.replay()
             if piece.attend is not None:
-                query, attended = self._heads(count, piece.head_dim)
+                query, attended = self._queries(count, piece.heads)
                 attended[:] = piece.attend(query, inputs.metas[piece.group])
         self.num_replays += 1
         return self._hidden[:count]
@@ -377,30 +372,42 @@ class PromptGraphs:
         self._slots[:, :size] = self._scratch_slots[:size]
         self._adapter_slots[:size] = -1
         adapters = AdapterStep(self._adapter_slots[:size], None) if is_adapted else None
-        self.backend.warm_up(lambda: self._compute(self._metas(size), adapters))
+        metas = self._metas(size)
+
+        def make_room(group: int, query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            needed = self.sizes[-1] * query[0].numel()
+            if needed > len(self._query):
+                self._query = query.new_zeros(needed)
+                self._attended = torch.zeros_like(self._query)
+            return attend(query, metas[group])
+
+        self.backend.warm_up(lambda: self._compute(self._interrupted(metas, make_room), adapters))
         pieces: list[Piece] = []
 
-        def interrupt(group: int, query: torch.Tensor, attend: Attend) -> torch.Tensor:
-            kept, attended = self._heads(size, query.shape[2])
+        def cut(group: int, query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            kept, attended = self._queries(size, query.shape[1:])
             kept[:] = query
-            pieces.append(Piece(self.backend.end(), attend, group, query.shape[2]))
+            pieces.append(Piece(self.backend.end(), attend, group, query.shape[1:]))
             self.backend.begin()
             return attended
 
-        metas = [
-            replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(self._metas(size))
-        ]
         self.backend.begin()
-        self._compute(metas, adapters)
-        pieces.append(Piece(self.backend.end(), None, 0, 0))
-        assert len(pieces) == len(self.model.layers) + 1, "a layer has one ops.paged_attention"
+        self._compute(self._interrupted(metas, cut), adapters)
+        pieces.append(Piece(self.backend.end(), None, 0, torch.Size()))
         return pieces
 
-    def _heads(self, count: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @staticmethod
+    def _interrupted(
+        metas: Sequence[AttentionMetadata], interrupt: Callable[[int, torch.Tensor, Attend], torch.Tensor]
+    ) -> list[AttentionMetadata]:
+        """Metadata that interrupts each attention; see `AttentionMetadata`. `interrupt` gets the KV group,
+        too."""
+        return [replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(metas)]
+
+    def _queries(self, count: int, heads: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """[count, num_heads, head_dim] of what goes into attentions, and of what comes out."""
-        shape = (count, self.model.config.num_heads, head_dim)
-        query, attended = (flat[: math.prod(shape)].view(shape) for flat in (self._query, self._attended))
-        return query, attended
+        size, shape = count * math.prod(heads), (count, *heads)
+        return self._query[:size].view(shape), self._attended[:size].view(shape)
 
     def _metas(self, size: int) -> list[AttentionMetadata]:
         """A batch of one sequence that lies in the scratch block over and over, for each KV group."""
@@ -412,8 +419,7 @@ class PromptGraphs:
 
     def _compute(self, metas: Sequence[AttentionMetadata], adapters: AdapterStep | None) -> None:
         size = metas[0].num_tokens
+        no_ids = self._slots[0, :0]  # `compute` reads none
+        inputs = ForwardInputs(no_ids, self._positions[..., :size], self.kv_cache, metas, adapters=adapters)
         with torch.inference_mode():
-            hidden = self.model.compute(
-                self._x[:size], self._positions[..., :size], self.kv_cache, metas, adapters=adapters
-            )
-            self._hidden[:size] = hidden
+            self._hidden[:size] = self.model.compute(self._x[:size], inputs)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 
 from quire.layers.context import AdapterStep
+from quire.models.interface import ForwardInputs
+from quire.models.kv_spec import KVLayers
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.request.logits_processors import LogitsProcessor, RowProcessors
 from quire.request.multimodal import PromptEmbeds
@@ -110,12 +112,9 @@ class PoolRow(NamedTuple):
 class StepInputs:
     """Tensors of one step."""
 
-    input_ids: torch.Tensor
-    """int64 [num_tokens]"""
-    positions: torch.Tensor
-    """int64 [num_tokens]; [3, num_tokens] where a row's positions have three axes."""
-    metas: list[AttentionMetadata]
-    """One per KV group, of the same batch."""
+    forward: ForwardInputs
+    """Inputs of the model. Its `rows` are the tokens that are sampled from, or all where log-probabilities of
+    the prompt or embeddings need their hidden states."""
     sample_indices: torch.Tensor
     """int64 [num_logits]: the last token of each row that samples, and those before it that drafts follow."""
     samples: list[tuple[int, CachedRequest]]
@@ -131,13 +130,10 @@ class StepInputs:
     """int64 [num_samples]: which row of logits each sample is drawn from; None: each has its own."""
     first_draws: torch.Tensor | None = None
     """int64 [num_logits]: of each row of logits, its first sample; None: each has one."""
-    embeds: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64 [n], float32 [n, embeds_size]): tokens whose embedding is given."""
     prompt_rows: list[PromptRow] = field(default_factory=list)
     """In ascending order."""
     pool_rows: list[PoolRow] = field(default_factory=list)
     """Nothing is sampled of these."""
-    adapters: AdapterStep | None = None
     are_decodes: bool = False
     """Whether each row is one token, which the host knows, and one is drawn of it."""
 
@@ -148,12 +144,18 @@ class StepInputs:
 
 
 class InputBatch:
-    """Owner of the requests' rows on one worker."""
+    """Owner of the requests' rows on one worker.
+
+    Args:
+        kv_cache: the pool of the blocks in their tables.
+        block_size: tokens per block.
+    """
 
     def __init__(
         self,
         max_num_seqs: int,
         max_model_len: int,
+        kv_cache: KVLayers,
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
@@ -164,6 +166,7 @@ class InputBatch:
         self.block_table = BlockTable(num_groups, max_num_seqs, max_blocks, block_size)
         self.requests: dict[str, CachedRequest] = {}
         self.device = device
+        self._kv_cache = kv_cache
         self._processors = processors or {}
         self._prompts: dict[str, int] = {}
         """First prompt position whose log-probabilities are to be computed, by id of the requests that ask
@@ -247,7 +250,8 @@ class InputBatch:
         if len(scheduled) != len(inputs.samples):
             return False
         tokens, seq_lens, entered = [], [], []
-        size, first = self.block_table.block_size, inputs.metas[0]
+        size, forward = self.block_table.block_size, inputs.forward
+        first, metas = forward.metas[0], forward.metas
         for item, (number, state), position in zip(
             scheduled, inputs.samples, first.seq_lens_list, strict=True
         ):
@@ -266,18 +270,18 @@ class InputBatch:
         longest = max(seq_lens)
         if longest > first.block_table.shape[1] * size:
             return False
-        inputs.input_ids.numpy()[:] = tokens
-        for tensor in (inputs.positions, first.seq_lens, *(meta.slot_mapping for meta in inputs.metas)):
+        forward.input_ids.numpy()[:] = tokens
+        for tensor in (forward.positions, first.seq_lens, *(meta.slot_mapping for meta in metas)):
             array = tensor.numpy()
             array += 1
         for number, row, column in entered:
-            for meta, table in zip(inputs.metas, self.block_table.table, strict=True):
+            for meta, table in zip(metas, self.block_table.table, strict=True):
                 block_id = table[row, column]
                 meta.block_table.numpy()[number, column] = block_id
                 meta.slot_mapping.numpy()[number] = int(block_id) * size
         first = replace(first, max_seq_len=longest, seq_lens_list=seq_lens, plans={}, shared_plans={})
-        others = (first.with_blocks(meta.block_table, meta.slot_mapping) for meta in inputs.metas[1:])
-        inputs.metas = [first, *others]
+        others = (first.with_blocks(meta.block_table, meta.slot_mapping) for meta in metas[1:])
+        forward.metas = [first, *others]
         return True
 
     def _build(self, scheduled: list[ScheduledRequest]) -> StepInputs:
@@ -367,23 +371,28 @@ class InputBatch:
             places, owned = to_device(np.array(unknown).T, self.device).unbind()
             # A row whose logits were not finite ends with an error; its next one computes any token.
             input_ids[places] = self.last_tokens[owned].clamp(min=0)
-        inputs = StepInputs(
+        forward = ForwardInputs(
             input_ids=input_ids,
             positions=there["positions"],
+            kv_cache=self._kv_cache,
             metas=[meta, *others],
+            embeds=self._embeds(given),
+            adapters=self._adapters(scheduled, lens) if self.adapted else None,
+        )
+        inputs = StepInputs(
+            forward=forward,
             sample_indices=there["sample_indices"],
             samples=sampled,
             sample_rows=there["sample_rows"],
             sampling_rows=sampling_rows,
             drafts=drafts,
-            embeds=self._embeds(given),
         )
-        if self.adapted:
-            inputs.adapters = self._adapters(scheduled, lens)
         if self._prompts:
             inputs.prompt_rows = self._prompt_rows(scheduled, starts)
         if self.embedded:
             inputs.pool_rows = self._pool_rows(scheduled, starts)
+        if not (inputs.prompt_rows or inputs.pool_rows):
+            forward.rows = inputs.sample_indices
         if any(state.choices for _, state in sampled):
             self._draw_several(inputs)
         else:

@@ -18,7 +18,7 @@ import torch
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv_tiers.moves import read_rows, write_rows
-from quire.models.decoder import DecoderModel
+from quire.models.interface import Model
 from quire.models.kv_groups import KVGroup, blocks_per_sequence, layers_per_group
 from quire.models.kv_spec import AttentionKV, KVSpec
 from quire_common.host_memory import aligned_bytes, shared_bytes
@@ -122,9 +122,7 @@ class KVLayout:
     draft model."""
 
     @classmethod
-    def from_config(
-        cls, config: EngineConfig, model: DecoderModel, draft: DecoderModel | None = None
-    ) -> KVLayout:
+    def from_config(cls, config: EngineConfig, model: Model, draft: Model | None = None) -> KVLayout:
         """Layout for a model and its draft model, if any; neither needs weights for that.
 
         Raises:
@@ -133,6 +131,9 @@ class KVLayout:
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = config.cache.block_size, config.cache.kv_cache_dtype
+        draft_bytes = 0
+        if draft is not None:
+            draft_bytes = layers_per_group(draft.kv_groups) * draft.kv_spec(kv_type).layer_bytes(size)
         limit = shape.rope.longest_model_len
         if asked is not None and asked > limit:
             raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
@@ -148,7 +149,7 @@ class KVLayout:
             max_model_len=asked or shape.max_position_embeddings,
             groups=model.kv_groups,
             max_step_tokens=config.scheduler.max_num_batched_tokens,
-            draft_bytes=0 if draft is None else len(draft.layers) * draft.kv_spec(kv_type).layer_bytes(size),
+            draft_bytes=draft_bytes,
         )
 
     @property

@@ -28,6 +28,8 @@ def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
         "weights": loaded.weights_digest,
         "model": type(model).__name__,
         "config": config,
-        "rotary": [layer.identity() for layer in model.modules() if isinstance(layer, RotaryEmbedding)],
+        "rotary": [
+            layer.identity() for _, layer in model.named_modules() if isinstance(layer, RotaryEmbedding)
+        ],
         **code_identity(device),
     }

@@ -23,7 +23,8 @@ from quire.layers.config import DecoderConfig
 from quire.layers.pooling import read_pooling
 from quire.loader.info import checkpoint_state
 from quire.loader.load import load_model
-from quire.models.decoder import DecoderModel
+from quire.models.interface import Model
+from quire.models.kv_groups import layers_per_group
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
@@ -191,7 +192,8 @@ class ModelRunner:
         self.draft: DraftModel | None = None
         if draft is not None:
             spec = draft.kv_spec(cache.kv_cache_dtype)
-            pool = KVCache(num_blocks, spec, len(draft.layers), cache.block_size, self.device)
+            num_layers = layers_per_group(draft.kv_groups)
+            pool = KVCache(num_blocks, spec, num_layers, cache.block_size, self.device)
             self.draft = DraftModel(draft, pool, limits.max_num_batched_tokens)
         timeline.end("KV cache")
         self.info = RunnerInfo(
@@ -219,6 +221,7 @@ class ModelRunner:
         self.batch = InputBatch(
             limits.max_num_seqs,
             max_model_len,
+            self.kv_cache,
             cache.block_size,
             self.device,
             len(groups),
@@ -253,7 +256,7 @@ class ModelRunner:
         self._launched: deque[LaunchedStep] = deque()
         """Steps whose tokens the host does not know yet, the oldest first."""
 
-    def _load_draft(self, target: DecoderConfig) -> DecoderModel:
+    def _load_draft(self, target: DecoderConfig) -> Model:
         """The draft model's weights, for a model of this shape."""
 
         def check(shape: DecoderConfig) -> None:
@@ -411,25 +414,19 @@ class ModelRunner:
 
     def _draw(self, inputs: StepInputs, step: LaunchedStep) -> Draw | None:
         """Computes the model and draws a token per sampling row; None: there are none."""
-        embeds = inputs.embeds
-        if embeds is not None:
-            embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
-        given = inputs.input_ids, inputs.positions, self.kv_cache, inputs.metas, embeds
-        adapters = inputs.adapters
-        wants_all = bool(inputs.prompt_rows or inputs.pool_rows)
+        forward = inputs.forward
+        has_all = forward.rows is None
         # What is recorded begins behind the lookup of embeddings, and has no place for more.
-        has_levels = embeds is not None and self.model.config.deepstack_levels > 0
+        has_levels = forward.embeds is not None and self.model.config.deepstack_levels > 0
         recorded = None if has_levels else self.prompt_graphs
-        if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
-            hidden, wants_all = recorded.run(inputs, embeds), True
-        elif wants_all:
-            hidden = self.model(*given, adapters=adapters)
-        elif inputs.samples and inputs.wants_best_only:
-            best = self.model(*given, inputs.sample_indices, adapters, best=True)
+        if recorded is not None and recorded.can_run(forward.metas[0].num_tokens):
+            hidden, has_all = recorded.run(forward), True
+        elif inputs.samples and inputs.wants_best_only and not has_all:
+            best = self.model.next_tokens(forward)
             step.phase("sample")
             return Draw(best)
         else:
-            hidden = self.model(*given, inputs.sample_indices, adapters)
+            hidden = self.model.forward(forward)
         step.phase("sample")
         if inputs.prompt_rows:
             vocab_size = self.info.vocab_size
@@ -438,7 +435,7 @@ class ModelRunner:
             )
         if inputs.pool_rows:
             step.set_embeddings(*self._pooler.pool(inputs.pool_rows, hidden))
-        if wants_all:
+        if has_all:
             hidden = hidden[inputs.sample_indices]
         return self._sample(hidden, inputs) if inputs.samples else None
 
@@ -492,7 +489,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         newest = None
         if any(row.is_uncounted for row in rows):
-            newest = inputs.input_ids[inputs.sample_indices]
+            newest = inputs.forward.input_ids[inputs.sample_indices]
         if choices is not None:
             logits, newest = logits[choices], None if newest is None else newest[choices]
         return draw(logits, rows, newest)
