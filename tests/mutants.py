@@ -495,6 +495,37 @@ _TIERS = (
 
 _WORKER = (
     Mutant(
+        "a preempted request comes back before the tokens that are still drawn for it",
+        "backend/quire/core/planner.py",
+        "                if request.num_pending_tokens:\n                    break",
+        "                if False:\n                    break",
+        ("tests/unit/test_lookahead.py::test_outputs_are_the_same[two ahead-preemption]",),
+    ),
+    Mutant(
+        "a block leaves the window that choices are still to fork from",
+        "backend/quire/core/planner.py",
+        "if request.num_pending_tokens > 1 and request.num_sequences > 1:",
+        "if False:",
+        ("tests/unit/test_lookahead.py::test_outputs_are_the_same[two ahead-windows]",),
+    ),
+    Mutant(
+        "penalties forget the token before the newest",
+        "backend/quire/worker/sampling_batch.py",
+        "return self.has_penalties and self.num_pending > 1",
+        "return False",
+        (
+            "tests/unit/test_async_scheduling.py::test_a_step_waits_for_no_more_tokens_than_the_host_must_know",
+        ),
+    ),
+    Mutant(
+        "two steps ahead a full block is cached with the next one",
+        "backend/quire/core/kv_cache_manager.py",
+        "            if table.num_cached < request.num_computed_tokens // size:\n"
+        "                return 0  # a block is full, of tokens of which some are pending\n",
+        "",
+        ("tests/unit/test_lookahead.py::test_a_block_can_be_found_once_its_tokens_are_known",),
+    ),
+    Mutant(
         "embeddings get the hidden states of tokens that are sampled from",
         "backend/quire/worker/input_batch.py",
         "if not (inputs.prompt_rows or inputs.pool_rows):",

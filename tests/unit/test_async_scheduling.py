@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,37 @@ def test_recorded_steps_know_the_blocks_of_every_group_of_layers(tmp_path: Path)
     assert graphs is not None and graphs.num_replays > 5
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "recorded"])
+def test_three_steps_may_be_under_way(tmp_path: Path, family: str, graphs: bool) -> None:
+    """All kinds of requests in one batch, on a thread of the runner's own: preempted, and in the second round
+    with their beginnings in the cache."""
+    path, params = make_checkpoint(family, tmp_path), list(PARAMS.values())
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(params))]
+    expected, values = everything(engine(path, enable_prefix_caching=False).generate(prompts, params))
+    small = {"num_blocks": 24 if family == "llama" else 48, "max_num_batched_tokens": 24}
+    with recorded_steps() if graphs else nullcontext():
+        llm = engine(path, async_scheduling=True, **small)
+        llm.core.executor = executor = RunnerExecutor(runner_of(llm), depth=3, threaded=True)
+        most, collect = 0, executor.collect
+
+        def collected() -> Any:
+            nonlocal most
+            most = max(most, len(llm.core._in_flight))
+            return collect()
+
+        executor.collect = collected  # type: ignore[method-assign]
+        for _ in range(2):
+            found, numbers = everything(llm.generate(prompts, params))
+            assert found == expected and numbers == values.expected
+        stats = llm.core.stats()
+        llm.core.scheduler.check_integrity()
+        llm.core.close()
+    assert most == 3
+    assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
 def order_of_calls(llm: LLM) -> list[str]:
     """Fills with launch, settle (the host learns of tokens) and collect as they come."""
     runner, calls = runner_of(llm), list[str]()
@@ -164,6 +196,27 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known(checkp
     # Eight steps that sample.
     assert [call for call in calls if call != "settle"] == ["launch", *["launch", "collect"] * 7, "collect"]
     assert calls[2:].count("settle") == 8 and "settle" not in calls[:3]
+
+
+@pytest.mark.parametrize(
+    ("params", "num_known"),
+    [
+        ({}, 0),
+        ({"temperature": 1.0, "min_tokens": 3}, 0),
+        ({"repetition_penalty": 1.5}, 1),
+        ({"bad_words_ids": ((3, 4),)}, 2),
+    ],
+)
+def test_a_step_waits_for_no_more_tokens_than_the_host_must_know(
+    checkpoint: Path, params: dict[str, Any], num_known: int
+) -> None:
+    """Penalties count the newest token on the device, and only that."""
+    llm = engine(checkpoint, async_scheduling=True)
+    llm.core.executor = RunnerExecutor(runner_of(llm), depth=3)
+    calls = order_of_calls(llm)
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=6, ignore_eos=True, **params))
+    first = [call for call in calls[: calls.index("collect")] if call == "settle"]
+    assert len(first) == num_known
 
 
 @pytest.mark.parametrize(

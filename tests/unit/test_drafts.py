@@ -246,7 +246,7 @@ def run(most: int = 6, **options: Any) -> FakeEngine:
 
 
 @pytest.mark.row("E24")
-@pytest.mark.parametrize("lookahead", [False, True], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2], ids=["one by one", "one ahead", "two ahead"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -268,7 +268,7 @@ def run(most: int = 6, **options: Any) -> FakeEngine:
     ],
 )  # fmt: skip
 def test_the_output_is_that_without_drafts(
-    options: dict[str, Any], lookahead: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner notices each block that is wrong, the engine each token that is."""
     monkeypatch.setattr(quire.core.scheduler, "Drafter", Oracle)
@@ -277,7 +277,8 @@ def test_the_output_is_that_without_drafts(
     monkeypatch.setattr(DraftBudget, "allocate", lambda _, chance, most: max(0, most - int(3 * chance)))
     engine = run(lookahead=lookahead, **options)
     scheduler = engine.scheduler
-    assert scheduler.num_draft_tokens > 50 and scheduler.num_accepted_drafts > 20
+    least = 20 if lookahead > 1 else 50
+    assert scheduler.num_draft_tokens > least and scheduler.num_accepted_drafts > least // 3
     assert len(engine.reasons) == 90
 
 

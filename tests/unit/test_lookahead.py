@@ -1,4 +1,4 @@
-"""Planning of step k + 1 while step k runs: the same outputs, and planning out of the way."""
+"""Planning of steps while others run: the same outputs, and planning out of the way."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ def run(**options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     ],
     ids=["plain", "preemption", "chunks", "prefix cache", "windows", "fair", "decode first"],
 )
-def test_outputs_are_the_same(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lookahead", [1, 2], ids=["one ahead", "two ahead"])
+def test_outputs_are_the_same(options: dict[str, Any], lookahead: int) -> None:
     plain, _ = run(**options)
-    ahead, trace = run(lookahead=True, **options)
+    ahead, trace = run(lookahead=lookahead, **options)
     kept = {name for name, reason in plain.reasons.items() if reason != "cancelled"}
     kept &= {name for name, reason in ahead.reasons.items() if reason != "cancelled"}
     assert len(kept) >= 50
@@ -76,7 +77,7 @@ def test_outputs_are_the_same(options: dict[str, Any]) -> None:
 def test_a_decoding_batch_computes_the_same_steps() -> None:
     """To launch ahead costs no step: a token that is not known yet has its row all the same."""
     steps = []
-    for lookahead in (False, True):
+    for lookahead in (0, 1, 2):
         trace = SchedulerTrace()
         engine = FakeEngine(num_blocks=300, lookahead=lookahead, trace=trace)
         for index in range(6):
@@ -84,7 +85,20 @@ def test_a_decoding_batch_computes_the_same_steps() -> None:
         engine.run()
         steps.append([record["scheduled"] for record in trace.records if record["scheduled"]])
         engine.check_outputs()
-    assert steps[0] == steps[1]
+    assert steps[0] == steps[1] == steps[2]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_block_can_be_found_once_its_tokens_are_known(lookahead: int) -> None:
+    """While its request runs, however many steps are under way."""
+    engine = FakeEngine(block_size=4, lookahead=lookahead, cache={"enable_prefix_caching": True})
+    request = engine.add("r", 6, 40)
+    while not request.is_finished:
+        engine.step()
+        if request.num_output_tokens > 1:
+            known_to_the_plan = request.num_tokens - 1
+            assert len(engine.kv.pool.cached_hashes()) == known_to_the_plan // 4
+    engine.check_outputs()
 
 
 class Device(FakeRunner):

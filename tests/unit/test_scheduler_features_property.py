@@ -237,7 +237,7 @@ class World:
 
     def may_begin_another(self) -> bool:
         """Whether a step may be handed over before the one before is accounted."""
-        return self.engine.lookahead and len(self.steps) < 2 and not self.steps[-1][0].is_empty
+        return len(self.steps) <= self.engine.lookahead and not self.steps[-1][0].is_empty
 
     def finish(self) -> None:
         """Lets everything end; nothing may be left over."""
@@ -279,6 +279,13 @@ WORLDS: dict[str, dict[str, Any]] = {
         "host_blocks": 200,
         "preemption_mode": "swap",
         "lookahead": True,
+    },
+    "hybrid, two ahead": {"groups": HYBRID, "num_blocks": 66, "lookahead": 2},
+    "priority, swap, two ahead": {
+        "queue_policy": "priority",
+        "host_blocks": 40,
+        "preemption_mode": "swap",
+        "lookahead": 2,
     },
     "priority, lookahead": {"queue_policy": "priority", "lookahead": True, "ageing_s": 2.0},
     "priority, swap, chunks": {

@@ -18,6 +18,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.core.drafts import StepCost
+from quire.engine.executor import RunnerExecutor
 from quire.outputs import RequestOutput, SchedulerOutput
 from quire.request.sampling_params import Thinking
 from quire.request.scheduling_params import SchedulingParams
@@ -30,6 +31,7 @@ from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drafters import make_forgetful, told
 from tests.fixtures.graphs import RecordedOperations, recorded_steps
+from tests.fixtures.runner_of import runner_of
 from tests.fixtures.waiting import PATIENT_S
 from tests.unit.test_engine import random_prompts
 
@@ -114,6 +116,34 @@ def test_each_kind_of_request_gets_what_it_gets_without(checkpoint: Path, name: 
     else:
         assert scheduler.num_accepted_drafts > 40, (scheduler.num_draft_tokens, scheduler.num_accepted_drafts)
         assert scheduler.num_draft_tokens > scheduler.num_accepted_drafts
+
+
+@pytest.mark.row("E24")
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("family", "num_blocks"), [("llama", 30), ("gemma3", 70)])
+def test_all_kinds_at_once_get_what_they_get_without(
+    tmp_path: Path, family: str, num_blocks: int, depth: int
+) -> None:
+    """Guesses that are right, wrong and both in turn, with preemptions and chunks; with windows, or with
+    prefixes in the cache in the second round."""
+    path, params = make_checkpoint(family, tmp_path), list(PARAMS.values())
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(params))]
+    expected = LLM(path, **OPTIONS).generate(prompts, params)
+    small = {**OPTIONS, "num_blocks": num_blocks, "max_num_batched_tokens": 40, "max_model_len": 128}
+    llm = LLM(path, **small, num_draft_tokens=5, async_scheduling=depth > 1)
+    llm.core.executor = RunnerExecutor(runner_of(llm.core), depth=depth, threaded=True)
+    (tokens, numbers), scheduler = answers(expected), llm.core.scheduler
+    with told(known(expected, prompts), 512):
+        for _ in range(2):
+            others, other_numbers = answers(llm.generate(prompts, params))
+            assert others == tokens
+            for one, other in zip(numbers, other_numbers, strict=True):
+                assert np.abs(one - other).max() < 1e-4
+    scheduler.check_integrity()
+    llm.core.close()
+    stats = llm.core.stats()
+    assert stats.num_preemptions > 0 and (stats.num_cached_tokens > 0 or family == "gemma3")
+    assert scheduler.num_draft_tokens > scheduler.num_accepted_drafts > 100
 
 
 @pytest.mark.row("E24")

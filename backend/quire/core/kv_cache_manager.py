@@ -139,6 +139,8 @@ class KVCacheManager:
         if not self._is_uniform and self.num_missing_blocks(request, end):
             return 0  # in a window it may hold a block less than it can come to need
         if self.enable_prefix_caching:
+            if table.num_cached < request.num_computed_tokens // size:
+                return 0  # a block is full, of tokens of which some are pending
             end -= 1
         for group, released in zip(self.groups, table.released, strict=True):
             if group.window is not None:
@@ -235,20 +237,20 @@ class KVCacheManager:
             filled.append((index, group, block_id))
         return filled
 
-    def cache_blocks(self, request: Request) -> list[tuple[bytes, int]]:
+    def cache_blocks(self, request: Request) -> Sequence[tuple[bytes, int]]:
         """Lets others find the request's blocks that are full of known tokens, computed or planned.
 
         Returns:
             (key, block id) of those not cached before.
         """
         if not self.enable_prefix_caching:
-            return []
+            return ()
         table = request.table
         assert table is not None, request
         end = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         first = table.num_cached
         if first >= end:
-            return []
+            return ()
         table.num_cached = end
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None

@@ -121,7 +121,7 @@ class Planner:
                 continue
             if count <= 0 or request.load_id is not None or not (prefills if count > 1 else decodes):
                 continue
-            if request.num_pending_tokens and self._ends_with_pending(request):
+            if request.num_pending_tokens and self._needs_pending(request):
                 continue
             if count > 1:
                 count = min(count, self._max_row_tokens, step.budget)
@@ -149,6 +149,8 @@ class Planner:
                     break
                 if request.is_paused or not self._may_run(request):
                     continue
+                if request.num_pending_tokens:
+                    break  # the runner has dropped it, and they are not known here yet
                 if request.num_sequences > roster.num_free_seats:
                     self.admission_blocked_by = "seats"
                     break
@@ -216,6 +218,8 @@ class Planner:
             for request in candidates:
                 if request.is_paused or not self._has_adapter(request):
                     continue
+                if request.num_pending_tokens:
+                    return None
                 victims = [
                     other
                     for other in reversed(self._roster.running)
@@ -264,10 +268,12 @@ class Planner:
         )
         return under_way >= most
 
-    def _ends_with_pending(self, request: Request) -> bool:
-        """Whether no token is known to follow the pending ones: they are the request's last, or beam search
-        is to choose."""
+    def _needs_pending(self, request: Request) -> bool:
+        """Whether a row must wait for pending tokens: they are the request's last, beam search is to choose,
+        or choices are still to fork from what this row would let leave a window."""
         if request.sampling_params.beam_width > 1:
+            return True
+        if request.num_pending_tokens > 1 and request.num_sequences > 1:
             return True
         num_output = request.num_output_tokens + request.num_pending_tokens
         return num_output >= request.max_output_tokens(self._max_model_len)
@@ -327,10 +333,7 @@ class Planner:
         request.num_computed_tokens = end
         if samples:
             request.num_pending_tokens += 1
-        # One more, as the token that fills a block may have been pending when its row was planned.
-        fills = end // self._kv.block_size > (num_computed - 1) // self._kv.block_size
-        fills |= request.drafter is not None  # or a draft
-        step.add(row, request, self._kv.cache_blocks(request) if fills else ())
+        step.add(row, request, self._kv.cache_blocks(request))
         request.plain_decode_until = self._plain_decode_until(request)
 
     def _try_drafts(self, step: Step, request: Request, row: ScheduledRequest, num_slots: int) -> None:
@@ -369,6 +372,8 @@ class Planner:
         num_prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < num_prompt_tokens:
             return 0  # counts as prefill
+        if request.num_sequences > 1:
+            return 0  # choices are still to fork: see `_needs_pending`
         if request.sampling_params.beam_width > 1:
             return 0  # the runner must be told the tokens
         end = num_prompt_tokens + request.max_output_tokens(self._max_model_len)

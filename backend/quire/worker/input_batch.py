@@ -316,8 +316,9 @@ class InputBatch:
                 positions += range(begin, end)
                 owners += [row] * count
                 if end > len(known):
-                    # The newest token, drawn in a step whose result the host has not seen.
-                    assert end == state.num_tokens == len(known) + 1, (item, state.num_tokens)
+                    # The newest token, drawn in a step whose result the host has not seen. Where there are
+                    # more of these, the others were computed by steps before this one.
+                    assert end == state.num_tokens and max(begin, len(known)) == end - 1, (item, state)
                     unknown.append((len(tokens), row))
                     tokens.append(0)
             rows.append(row)

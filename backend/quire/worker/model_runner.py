@@ -312,16 +312,17 @@ class ModelRunner:
 
         On cuda that is queued, and what it samples stays on the device for the next step.
 
-        A step that needs to know the tokens of the one before (for n-grams, say) waits for that first.
+        A step that needs to know tokens of those before (for n-grams, say) waits for as many as it needs.
         """
         timer = None
         if output.is_timed:
             self._measure_limits()
             timer = StepTimer(self.device)
             timer.phase("prepare")
-        if self._launched and any(self._needs_tokens(item) for item in output.scheduled):
-            for step in self._launched:
-                self._settle(step)
+        for earlier in self._launched:
+            if not any(self._lacks_tokens(item) for item in output.scheduled):
+                break
+            self._settle(earlier)
         self.batch.update(output)
         move_blocks(output, self.kv_cache, self.tiers)
         for load in output.adapter_loads:
@@ -375,11 +376,9 @@ class ModelRunner:
     def close(self) -> None:
         """Nothing outlives it."""
 
-    def _needs_tokens(self, item: ScheduledRequest) -> bool:
+    def _lacks_tokens(self, item: ScheduledRequest) -> bool:
         state = self.batch.requests.get(item.request_id)
-        if state is None or item.new is not None or not item.samples:
-            return False
-        return state.sampling.num_pending > 0 and state.sampling.needs_tokens
+        return state is not None and item.new is None and item.samples and state.sampling.lacks_tokens
 
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
         """Writes KV of the scheduled tokens and samples."""

@@ -101,19 +101,24 @@ class SamplingRow:
         return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
 
     @property
-    def needs_tokens(self) -> bool:
-        """True when the host has to know all tokens before one is drawn, beyond what the model sees."""
+    def lacks_tokens(self) -> bool:
+        """True when the host has to know a pending token before the next one is drawn: any, or for penalties
+        any but the newest, which is counted on the device."""
+        if not self.num_pending:
+            return False
         params = self.params
         if params.thinking is not None and not (self._thinking is not None and self._thinking.is_over):
             return True
-        return bool(params.no_repeat_ngram_size or params.bad_words_ids or self.grammar or self.processors)
+        if params.no_repeat_ngram_size or params.bad_words_ids or self.grammar or self.processors:
+            return True
+        return self.has_penalties and self.num_pending > 1
 
     @property
     def is_uncounted(self) -> bool:
         """True when the newest token counts for penalties, but only the device knows it."""
         if not self.has_penalties:
             return False
-        assert self.num_pending <= 1, "two steps are in flight at most"
+        assert self.num_pending <= 1, "the host knows all tokens but the newest"
         return self.num_pending > 0
 
     def behind(self, drafts: Sequence[int]) -> list[SamplingRow]:
