@@ -245,6 +245,71 @@ _POOL = (
     ),
 )
 
+_STATES = (
+    Mutant(
+        "a prefix is found where there is no snapshot",
+        "backend/quire/models/kv_groups.py",
+        "STATE_WINDOW = 2\n",
+        "STATE_WINDOW = 1\n",
+        ("tests/unit/test_state_groups.py::test_attention_without_a_snapshot_is_no_hit",),
+    ),
+    Mutant(
+        "a snapshot is of the block before",
+        "backend/quire/core/kv_cache_manager.py",
+        "index = len(blocks) - 1",
+        "index = len(blocks) - 2",
+        ("tests/unit/test_state_groups.py::test_a_prefix_is_found_where_there_is_a_snapshot",),
+    ),
+    Mutant(
+        "a request writes on into the snapshot that others find",
+        "backend/quire/core/kv_cache_manager.py",
+        "        if request.num_computed_tokens % self.block_size == 0:\n            missing +=",
+        "        if request.num_computed_tokens == 0:\n            missing +=",
+        ("tests/unit/test_state_groups.py::test_a_snapshot_is_shared_in_the_step_that_leaves_it",),
+    ),
+    Mutant(
+        "a state may be found in the step that computes it",
+        "backend/quire/core/kv_cache_manager.py",
+        "if is_over and num_computed",
+        "if num_computed",
+        ("tests/unit/test_state_groups.py::test_a_snapshot_is_not_found_in_the_step_that_computes_it",),
+    ),
+    Mutant(
+        "choices begin with a state that is a token ahead of them",
+        "backend/quire/core/planner.py",
+        "(request.num_pending_tokens > 1 or self._kv.num_state_groups)",
+        "request.num_pending_tokens > 1",
+        ("tests/unit/test_state_groups.py::test_choices_begin_with_copies_of_the_state",),
+    ),
+    Mutant(
+        "prompts pass the border at which others would find them",
+        "backend/quire/core/kv_cache_manager.py",
+        "return last - begin if last > begin else num_new_tokens",
+        "return num_new_tokens",
+        ("tests/unit/test_state_groups.py::test_a_prefix_is_found_where_there_is_a_snapshot",),
+    ),
+    Mutant(
+        "what a failed row's next row has offered stays findable",
+        "backend/quire/core/scheduler.py",
+        "                if other is request:\n",
+        "                if False:\n",
+        (
+            "tests/unit/test_state_groups.py"
+            "::test_the_state_of_a_failed_row_is_forgotten_with_what_the_next_row_offered",
+        ),
+    ),
+    Mutant(
+        "a beam that waits is swapped with one token less than its state has",
+        "backend/quire/core/roster.py",
+        "        if request.drafter is not None:\n",
+        "        if True:\n",
+        (
+            "tests/unit/test_state_groups.py"
+            "::test_a_beam_that_waits_for_another_is_swapped_with_the_state_it_has",
+        ),
+    ),
+)
+
 _SCHEDULER = (
     Mutant(
         "several choices join where there is one seat",
@@ -287,8 +352,8 @@ _SCHEDULER = (
     Mutant(
         "what a failed step was to fill stays findable",
         "backend/quire/core/scheduler.py",
-        "                self.kv.uncache(newly_cached)\n",
-        "",
+        "                self.kv.uncache(newly_cached)\n                if not",
+        "                if not",
         (
             "tests/unit/test_failed_steps.py"
             "::test_nobody_finds_what_a_failed_step_was_to_compute_of_a_request_cancelled_meanwhile",
@@ -504,8 +569,8 @@ _WORKER = (
     Mutant(
         "a block leaves the window that choices are still to fork from",
         "backend/quire/core/planner.py",
-        "if request.num_pending_tokens > 1 and request.num_sequences > 1:",
-        "if False:",
+        "(request.num_pending_tokens > 1 or self",
+        "(self",
         ("tests/unit/test_lookahead.py::test_outputs_are_the_same[two ahead-windows]",),
     ),
     Mutant(
@@ -1283,6 +1348,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_OFF_THE_PATHS,
     *DRAWN,
     *_POOL,
+    *_STATES,
     *_SCHEDULER,
     *_TIERS,
     *_WORKER,

@@ -81,6 +81,15 @@ class AttentionMetadata:
         """The same batch over the blocks of another KV group."""
         return replace(self, block_table=block_table, slot_mapping=slot_mapping, plans={})
 
+    def of_states(self, block_size: int) -> AttentionMetadata:
+        """The batch over the last block of each sequence alone, where a group of states has its state."""
+
+        def last_blocks() -> AttentionMetadata:
+            columns = ((self.seq_lens - 1) // block_size).long()[:, None]
+            return replace(self, block_table=self.block_table.gather(1, columns), plans={})
+
+        return self.plan("states", last_blocks)
+
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value stored under `key`, made on first use.
 

@@ -61,7 +61,7 @@ class Batch:
         config, generator = model.config, torch.Generator().manual_seed(3)
         blocks = [-(-context // BLOCK_SIZE) for _, context in LENGTHS]
         ids = torch.randperm(sum(blocks), generator=generator).split(blocks)
-        group_layers = max(len(layers) for _, layers in model.kv_groups)
+        group_layers = max(len(group.layers) for group in model.kv_groups)
         self.kv_cache = KVCache(
             sum(blocks) * len(model.kv_groups),
             model.kv_spec(kv_cache_dtype),

@@ -24,12 +24,18 @@ class KVCacheManager:
     appended. A table has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence
     are unused. In a group with a window, blocks wholly before it are given back.
 
-    A block may be found from the moment when the step that fills it is planned: in one step all keys and
-    values of a layer are written before any are read, so a request that joins the very step that computes
-    its prefix shares it.
+    In a group of states a request holds one block, the last of its table, with the state behind its computed
+    tokens. The table's other blocks are NULL_BLOCK. Rows write the state in place, and its block moves to the
+    end of the table as that grows. A state at a border of blocks is a snapshot: it is shared and found as
+    full blocks are, and never written again. Its request goes on in a copy, which is made before the step
+    computes anything. A request without computed tokens begins with zeros, whatever is in its block.
+
+    A block of keys and values may be found from the moment when the step that fills it is planned: in one
+    step all keys and values of a layer are written before any are read, so a request that joins the very step
+    that computes its prefix shares it. A snapshot may be found once the next row of its request is planned.
 
     Args:
-        groups: layers that need the same past; see `quire.models.kv_groups`.
+        groups: layers that need the same past, those of states last; see `quire.models.kv_groups`.
         enable_prefix_caching: whether blocks can be found by their content.
         cache_ttl_s, max_pinned_fraction: as in CacheConfig.
         max_step_tokens: most tokens of one request in a step; bounds what a group with a window needs.
@@ -57,6 +63,9 @@ class KVCacheManager:
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_full_groups = sum(group.window is None for group in self.groups)
+        self.num_state_groups = sum(group.is_state for group in self.groups)
+        self._token_groups = self.groups[: len(self.groups) - self.num_state_groups]
+        assert not any(group.is_state for group in self._token_groups), groups
         self._is_uniform = len(self.groups) == self.num_full_groups == 1
         self.max_step_tokens = max_step_tokens
         self.cache_ttl_s = cache_ttl_s
@@ -70,6 +79,10 @@ class KVCacheManager:
         changed."""
         self.pins = Pins(self.pool, int(max_pinned_fraction * num_blocks))
         self._lookup = PrefixLookup(self.groups, block_size, self.pool)
+        self._copies: list[tuple[int, int]] = []
+        self._snapshots: list[tuple[bytes, int]] = []
+        """(key, block id) of the snapshots that the row being planned leaves."""
+        self._now = 0.0  # of the latest expire()
 
     @property
     def num_blocks(self) -> int:
@@ -123,8 +136,11 @@ class KVCacheManager:
             return missing if missing > 0 else 0
         uncomputed = request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
         chunk = max(1, min(uncomputed, self.max_step_tokens))
-        needed = blocks_per_sequence(self.groups, num_tokens, self.block_size, chunk)
-        return max(0, needed - self.num_held_blocks(request))
+        groups, num_held = self.groups, self.num_held_blocks(request)
+        if self.num_state_groups and request.table is not None and num_tokens <= self.num_slots(request):
+            # No state leaves its block.
+            groups, num_held = self._token_groups, num_held - self.num_state_groups
+        return max(0, blocks_per_sequence(groups, num_tokens, self.block_size, chunk) - num_held)
 
     def plain_decode_until(self, request: Request) -> int:
         """Up to how many computed tokens the request's rows of one token change nothing here.
@@ -162,27 +178,69 @@ class KVCacheManager:
         table = request.table
         if table is None:
             table = request.table = self._new_table()
-        if self.num_full_groups < len(self.groups):
+        if self.num_full_groups < len(self._token_groups):
             self._release(request, table)
         end = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
-        missing = 0
-        for blocks in table.blocks:
-            if end > len(blocks):
-                missing += end - len(blocks)
-        if missing == 0:
+        count, num_token_groups = end - len(table.blocks[0]), len(self._token_groups)
+        if count <= 0:
             return self.no_blocks
+        missing = count * num_token_groups
+        if request.num_computed_tokens % self.block_size == 0:
+            missing += self.num_state_groups
         taken = self.pool.allocate(missing)
         if taken is None:
-            if not any(table.blocks):
+            if not table.blocks[0]:
                 request.table = None
             return None
         appended = []
-        for blocks in table.blocks:
-            count = max(0, end - len(blocks))
+        for blocks in table.blocks[:num_token_groups]:
             appended.append(taken[:count])
             blocks += taken[:count]
             del taken[:count]
+        for group in range(num_token_groups, len(self.groups)):
+            target = taken.pop() if taken else None
+            appended.append(self._advance_state(request, table, group, count, target))
         return appended
+
+    def _advance_state(
+        self, request: Request, table: RequestBlocks, group: int, count: int, target: int | None
+    ) -> list[int]:
+        """Appends `count` blocks to the table of a group of states, of which the last alone is one.
+
+        Args:
+            target: a new block, where the request has no state yet, or has it at a border; None: the state
+                stays in its block.
+        """
+        blocks = table.blocks[group]
+        block_id = NULL_BLOCK if target is None else target
+        if blocks:
+            before, blocks[-1] = blocks[-1], NULL_BLOCK
+            if target is None:
+                block_id = before
+            else:
+                self._copies.append((before, target))
+                if self.enable_prefix_caching and request.num_computed_tokens <= request.num_tokens:
+                    index = len(blocks) - 1
+                    self._snapshots += self._offer(request, group, [(index, before)])
+                self.pool.free((before,), self._now)
+        new = [NULL_BLOCK] * (count - 1) + [block_id]
+        blocks += new
+        table.released[group] = len(blocks) - 1
+        return new
+
+    def pop_copies(self) -> list[tuple[int, int]]:
+        """Hands over the (from, to) of the states that the planned step's rows go on in, once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def align_row(self, request: Request, num_new_tokens: int) -> int:
+        """Fewer new tokens, where the row would pass a border of blocks at which a snapshot of the request's
+        states is of use: the last border in the row, or of its known tokens but the last."""
+        if not self.num_state_groups or not self.enable_prefix_caching:
+            return num_new_tokens
+        begin = request.num_computed_tokens
+        last = min(begin + num_new_tokens, request.num_tokens - 1) // self.block_size * self.block_size
+        return last - begin if last > begin else num_new_tokens
 
     def find_prefix(
         self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None
@@ -237,43 +295,61 @@ class KVCacheManager:
             filled.append((index, group, block_id))
         return filled
 
-    def cache_blocks(self, request: Request) -> Sequence[tuple[bytes, int]]:
+    def cache_blocks(self, request: Request, *, is_over: bool = False) -> Sequence[tuple[bytes, int]]:
         """Lets others find the request's blocks that are full of known tokens, computed or planned.
+
+        Args:
+            is_over: whether the request computes nothing more, so that its states stay as they are.
 
         Returns:
             (key, block id) of those not cached before.
         """
         if not self.enable_prefix_caching:
             return ()
-        table = request.table
+        table, num_computed = request.table, request.num_computed_tokens
         assert table is not None, request
-        end = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        end = min(num_computed, request.num_tokens) // self.block_size
         first = table.num_cached
-        if first >= end:
+        if first >= end and not self._snapshots and not is_over:
             return ()
-        table.num_cached = end
+        newly_cached, self._snapshots = self._snapshots, []
+        if first < end:
+            table.num_cached = end
+            for group in range(len(self._token_groups)):
+                newly_cached += self._offer(request, group, enumerate(table.blocks[group][first:end], first))
+        if is_over and num_computed == end * self.block_size:
+            for group in range(len(self._token_groups), len(self.groups)):
+                newly_cached += self._offer(request, group, [(end - 1, table.blocks[group][end - 1])])
+        return newly_cached
+
+    def _offer(
+        self, request: Request, group: int, blocks: Iterable[tuple[int, int]]
+    ) -> list[tuple[bytes, int]]:
+        """Lets others find blocks of the request, given by their places in the table of a group.
+
+        Returns:
+            (key, block id) of each that is one.
+        """
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None
-        hashes = hash_blocks(request, end, self.block_size)
-        newly_cached = []
-        for group, blocks in enumerate(table.blocks):
-            for index in range(first, end):
-                block_id = blocks[index]
-                if block_id == NULL_BLOCK:
-                    continue
-                key = group_key(hashes[index], group)
-                is_new = self.pool.keep(block_id, key, scheduling.retention, ttl)
-                newly_cached.append((key, block_id))
-                if is_new and group == 0 and self.events is not None:
-                    begin = index * self.block_size
-                    self.events.block_stored(
-                        key,
-                        hashes[index - 1] if index else None,
-                        request.token_ids[begin : begin + self.block_size],
-                        extra_keys=extra_keys(request, begin, begin + self.block_size),
-                        adapter=request.adapter,
-                    )
-        return newly_cached
+        offered = []
+        for index, block_id in blocks:
+            if block_id == NULL_BLOCK:
+                continue
+            hashes = hash_blocks(request, index + 1, self.block_size)
+            key = group_key(hashes[index], group)
+            is_new = self.pool.keep(block_id, key, scheduling.retention, ttl)
+            offered.append((key, block_id))
+            if is_new and group == 0 and self.events is not None:
+                begin = index * self.block_size
+                self.events.block_stored(
+                    key,
+                    hashes[index - 1] if index else None,
+                    request.token_ids[begin : begin + self.block_size],
+                    extra_keys=extra_keys(request, begin, begin + self.block_size),
+                    adapter=request.adapter,
+                )
+        return offered
 
     def uncache_from(self, request: Request, num_tokens: int) -> None:
         """Makes the blocks behind the first `num_tokens` tokens unfindable: they were not computed after all.
@@ -294,13 +370,15 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
         """Gives `child`, which has computed the same tokens, a table of its own.
 
-        Full blocks are shared; one that is still written is copied.
+        Full blocks are shared; one that is still written is copied. States must not be ahead of the child.
 
         Returns:
             (from, to) of each block to copy; None, and nothing changes, if there is no room for them.
         """
         source = parent.table
         assert source is not None and child.table is None, (parent, child)
+        is_ahead = parent.num_computed_tokens > child.num_computed_tokens
+        assert not (is_ahead and self.num_state_groups), (parent, child)
         count = child.num_computed_tokens // self.block_size
         partial = child.num_computed_tokens % self.block_size > 0
         taken = self.pool.allocate(len(source.blocks) if partial else 0)
@@ -336,7 +414,8 @@ class KVCacheManager:
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
         """Holds the full blocks of the request's first tokens beyond its end, instead of the name's old ones.
 
-        Where they are more than `max_pinned_fraction` allows, the first are held.
+        Where they are more than `max_pinned_fraction` allows, the first are held. With groups of states the
+        blocks up to the newest snapshot are held, and it.
 
         Returns:
             Tokens pinned.
@@ -347,12 +426,17 @@ class KVCacheManager:
             count = 0
         table = request.table
         assert table is not None, request
-        block_ids = [b for blocks in table.blocks for b in blocks[:count] if b != NULL_BLOCK]
+        tables = table.blocks
+        if self.num_state_groups:
+            prefix = self._lookup.find(request, most=count)
+            count, tables = prefix.num_tokens // self.block_size, prefix.block_ids
+        block_ids = [b for blocks in tables for b in blocks[:count] if b != NULL_BLOCK]
         self.pins.hold(name, block_ids, deadline)
         return count * self.block_size if block_ids else 0
 
     def expire(self, now: float) -> None:
         """Releases pins and cached blocks whose time is over."""
+        self._now = now
         self.pins.expire(now)
         self.pool.expire(now)
 
@@ -378,8 +462,8 @@ class KVCacheManager:
             self.events.block_removed(key)
 
     def _release(self, request: Request, table: RequestBlocks) -> None:
-        """Gives back blocks that no token still to be computed sees."""
-        for group, blocks in enumerate(table.blocks):
+        """Gives back blocks of keys and values that no token still to be computed sees."""
+        for group, blocks in enumerate(table.blocks[: len(self._token_groups)]):
             window = self.groups[group].window
             if window is None:
                 continue
@@ -403,6 +487,7 @@ class KVCacheManager:
                 assert released == blocks.count(NULL_BLOCK) and (group.window is not None or not released)
                 assert all(block_id == NULL_BLOCK for block_id in blocks[:released]), blocks
                 held = blocks[released:]
+                assert len(held) <= 1 or not group.is_state, f"{request} holds states: {held}"
                 assert len(set(held)) == len(held), f"{request} has a block twice: {held}"
                 references.update(held)
         references.update(self.pins.check_integrity())

@@ -131,6 +131,8 @@ class Planner:
                 count = min(count, step.budget - num_behind)
                 if count <= 0:
                     continue
+            if count > 1:
+                count = self._kv.align_row(request, count)
             block_ids = self._allocate_or_preempt(request, count)
             if block_ids is None:
                 break
@@ -171,6 +173,7 @@ class Planner:
                 if request.load_id is not None:
                     continue
                 count = min(request.num_missing, self._max_row_tokens, step.budget)
+                count = kv.align_row(request, count)
                 block_ids = kv.allocate_slots(request, count)
                 assert block_ids is not None, f"{request} was admitted without room for it"
                 self._add_row(step, request, count, block_ids)
@@ -270,10 +273,11 @@ class Planner:
 
     def _needs_pending(self, request: Request) -> bool:
         """Whether a row must wait for pending tokens: they are the request's last, beam search is to choose,
-        or choices are still to fork from what this row would let leave a window."""
+        or choices are still to fork from what this row would let leave a window, or from states that it would
+        change."""
         if request.sampling_params.beam_width > 1:
             return True
-        if request.num_pending_tokens > 1 and request.num_sequences > 1:
+        if request.num_sequences > 1 and (request.num_pending_tokens > 1 or self._kv.num_state_groups):
             return True
         num_output = request.num_output_tokens + request.num_pending_tokens
         return num_output >= request.max_output_tokens(self._max_model_len)

@@ -39,15 +39,22 @@ class PrefixLookup:
         self._block_size = block_size
         self._pool = pool
 
-    def find(self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None) -> CachedPrefix:
+    def find(
+        self,
+        request: Request,
+        is_in_tier: Callable[[bytes], bool] | None = None,
+        most: int | None = None,
+    ) -> CachedPrefix:
         """The longest beginning of the request whose blocks are cached.
 
         At least one token is left to compute: a token is sampled from its hidden state; all of a prompt whose
         log-probabilities are asked for. Of a group with a
-        window only the blocks count which the first token to compute still sees.
+        window only the blocks count which the first token to compute still sees: of states the last one, the
+        snapshot behind the beginning.
 
         Args:
             is_in_tier: whether a KV tier has a block, by its key.
+            most: blocks to look for at most; None: all of which the request may use.
         """
         if self._is_uniform and is_in_tier is None:
             return self._find_uniform(request)
@@ -62,7 +69,7 @@ class PrefixLookup:
                 return IN_TIER
             return block_id
 
-        count = request.num_reusable_tokens // size
+        count = request.num_reusable_tokens // size if most is None else most
         full: list[list[int]] = []
         for number in range(self._num_full_groups):
             blocks: list[int] = []

@@ -46,11 +46,11 @@ class RequestBlocks:
     """Blocks of one running request."""
 
     blocks: list[list[int]]
-    """Block ids per KV group; NULL_BLOCK where the block was given back."""
+    """Block ids per KV group, equally many in each; NULL_BLOCK where the block was given back."""
     released: list[int]
     """Number of leading blocks that are NULL_BLOCK, per KV group."""
     num_cached: int = 0
-    """Leading blocks that were offered to the prefix cache."""
+    """Leading blocks of keys and values that were offered to the prefix cache."""
 
 
 class SwappedBlocks(NamedTuple):

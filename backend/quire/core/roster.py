@@ -134,7 +134,7 @@ class Roster:
     def take_changes(self, output: SchedulerOutput) -> None:
         """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
         output.dropped_request_ids, self._dropped = self._dropped, []
-        output.block_copies, self._copies = self._copies, []
+        output.block_copies, self._copies = self._copies + self.kv.pop_copies(), []
         if self.adapters is not None:
             output.adapter_loads = self.adapters.take_loads()
         self.cached_after_plan = []
@@ -164,9 +164,10 @@ class Roster:
     def preempt(self, request: Request) -> None:
         """A running request gives its blocks to others; they are moved out where that is cheaper."""
         assert request.load_id is None, request
-        # What a step under way computes behind its known tokens may be wrong drafts.
-        known = request.num_tokens + request.num_pending_tokens - 1
-        request.num_computed_tokens = min(request.num_computed_tokens, known)
+        if request.drafter is not None:
+            # What a step under way computes behind its known tokens may be wrong drafts.
+            known = request.num_tokens + request.num_pending_tokens - 1
+            request.num_computed_tokens = min(request.num_computed_tokens, known)
         self.transfers.drop(request)
         # A block that is still to be copied for a choice holds nothing yet, and saves go before copies.
         targets = {target for _, target in self._copies}
@@ -295,7 +296,7 @@ class Roster:
     def _keep(self, request: Request) -> None:
         """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""
         try:
-            newly_cached = self.kv.cache_blocks(request)
+            newly_cached = self.kv.cache_blocks(request, is_over=True)
             self.transfers.save(newly_cached)
             self.cached_after_plan += newly_cached
             self._pin(request)

@@ -136,7 +136,7 @@ class Scheduler:
             "scheduler": dataclasses.asdict(self.config),
             "max_model_len": self.max_model_len,
             "cache": {**dataclasses.asdict(cache), "num_blocks": kv.num_blocks},
-            "windows": [[group.window, list(group.layers)] for group in kv.groups],
+            "windows": [[group.window, list(group.layers), group.state_bytes] for group in kv.groups],
             "max_step_tokens": kv.max_step_tokens,
             "tiers": self.transfers.tiers is not None,
             "adapters": roster.adapters is not None,
@@ -207,6 +207,7 @@ class Scheduler:
         num_output = request.max_output_tokens(self.max_model_len)
         num_tokens = request.num_prompt_tokens + num_output - 1  # the last one is never in the cache
         shared = self.kv.num_blocks_for(request.num_prompt_tokens // self.kv.block_size * self.kv.block_size)
+        shared = max(0, shared - 2 * self.kv.num_state_groups)  # each beam has states of its own
         needed = shared + width * (self.kv.num_blocks_for(num_tokens) - shared)
         if needed > self.kv.num_blocks:
             raise InvalidArgumentError(
@@ -497,6 +498,10 @@ class Scheduler:
         """The row was not computed after all."""
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
         self.kv.uncache_from(request, row.num_computed_tokens)
+        for step in self._in_flight:  # what rows behind it found full may have left the tables
+            for other, newly_cached in zip(step.requests, step.newly_cached, strict=True):
+                if other is request:
+                    self.kv.uncache(newly_cached)
 
     @property
     def num_tokens_in_flight(self) -> int:

@@ -26,9 +26,12 @@ class LayerContext(NamedTuple):
     """float32 [num_tokens, rotary_dim // 2] of the layer's kind of rotary embedding, as is `sin`."""
     sin: torch.Tensor
     kv_layer: KVLayer
-    """View of the layer's KV cache: written for the new tokens, read for all."""
+    """View of the layer's KV cache: written for the new tokens, read for all. A layer with a state gets the
+    bytes of all states, uint8 [num_blocks, at least state_bytes]."""
     meta: AttentionMetadata
-    """Metadata of the layer's KV group: which tokens belong together, and where their past is."""
+    """Metadata of the layer's KV group: which tokens belong together, and where their past is. A layer with a
+    state finds it in the blocks `block_table` [num_seqs, 1], and leaves it there as it is after the new
+    tokens. Where a sequence has no other tokens the layer begins with zeros, whatever is there."""
     adapters: AdapterStep | None = None
     query_factors: torch.Tensor | None = None
     """float32 [num_tokens]; see `QueryScaling`. None: queries are not scaled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -174,11 +174,11 @@ class DecoderModel(nn.Module, Model):
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.kv_groups = kv_groups(config.kv_windows)
+        self.kv_groups = kv_groups(config.kv_windows, self.state_bytes(config))
         own = {
             layer: (group, position)
-            for group, (_, layers) in enumerate(self.kv_groups)
-            for position, layer in enumerate(layers)
+            for group, one in enumerate(self.kv_groups)
+            for position, layer in enumerate(one.layers)
         }
         self._places = {layer: own[source] for layer, source in enumerate(config.kv_layers)}
         self._native: NativeDecoder | None = None
@@ -223,8 +223,12 @@ class DecoderModel(nn.Module, Model):
             )
         return config
 
+    def state_bytes(self, config: DecoderConfig) -> Mapping[int, int]:
+        """Bytes of the states that layers keep in place of keys and values, by layer."""
+        return {}
+
     def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
-        """Spec of the KV cache: what each layer keeps of a token.
+        """Spec of the KV cache: what each layer with attention keeps of a token.
 
         Args:
             kv_cache_dtype: see `CacheConfig`.
@@ -312,8 +316,11 @@ class DecoderModel(nn.Module, Model):
             if layer.is_chunked:
                 group += len(self.kv_groups)
             cos, sin = other_angles if layer.has_other_rope else angles
+            kv_layer, meta = kv_cache.layer(position, layer.kv_shape), metas[group]
+            if group < len(self.kv_groups) and self.kv_groups[group].is_state:
+                kv_layer, meta = kv_cache.states(position), meta.of_states(kv_cache.block_size)
             context = LayerContext(
-                *(cos, sin, kv_cache.layer(position, layer.kv_shape), metas[group], inputs.adapters),
+                *(cos, sin, kv_layer, meta, inputs.adapters),
                 factors if layer.scales_queries else None,
                 per_layer[index] if per_layer else None,
             )
@@ -384,7 +391,7 @@ class DecoderModel(nn.Module, Model):
             return None
         if kind.forward is not DecoderLayer.forward and kind.fused_weights is DecoderLayer.fused_weights:
             return None
-        if config.latent is not None:
+        if config.latent is not None or any(group.is_state for group in self.kv_groups):
             return None
         layers = []
         for index, layer in enumerate(self.layers):

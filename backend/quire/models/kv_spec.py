@@ -18,7 +18,8 @@ QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class KVSpec(Protocol):
-    """Layout of one layer's keys and values for the tokens of a block; all layers of a pool have one spec."""
+    """Layout of one layer's keys and values for the tokens of a block; all such layers of a pool have one
+    spec."""
 
     def layer_bytes(self, block_size: int) -> int:
         """Bytes of `block_size` tokens."""
@@ -35,9 +36,16 @@ class KVSpec(Protocol):
 class KVLayers(Protocol):
     """A pool, as a model sees it."""
 
+    block_size: int
+    """Tokens per block."""
+
     def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
         """View of the pool for the layer at position `index` of its group; for `shape` see
         `DecoderLayer.kv_shape`."""
+
+    def states(self, index: int) -> torch.Tensor:
+        """Bytes of the layer at position `index` of a group of states: uint8 [num_blocks, state_bytes or a
+        few more], the last dimension contiguous."""
 
 
 @dataclass(frozen=True)

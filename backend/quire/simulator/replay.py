@@ -96,7 +96,10 @@ class _Replay:
         kv = make_kv(
             cache,
             max_step_tokens=header["max_step_tokens"],
-            groups=[KVGroup(window, tuple(layers)) for window, layers in header["windows"]],
+            groups=[
+                KVGroup(window, tuple(layers), state_bytes)
+                for window, layers, state_bytes in header["windows"]
+            ],
         )
         self.scheduler = Scheduler(
             config, kv, header["max_model_len"], clock=self.clock, session_ttl_s=cache.session_ttl_s

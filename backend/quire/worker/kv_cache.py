@@ -1,8 +1,9 @@
 """KVCache: the memory of the paged KV cache, and how large it gets.
 
 One allocation of `num_blocks` pieces. A block holds what all layers of one KV group keep of `block_size`
-tokens, one layer after the other, so that moving it (swap, transfer, copy on write) is a single copy. What
-lies inside is said by the model's KV spec.
+tokens, or of a whole request, one layer after the other, so that moving it (swap, transfer, copy on write) is
+a single copy. Layers have equally many bytes of it, the most that one needs. What lies inside is said by the
+model's KV spec, and by the layers that keep a state.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ def num_blocks_for(
     return num_blocks
 
 
+_ALIGNMENT = 16
+"""Bytes whose multiple a state begins at."""
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Contents of a block in a model's KV cache, and the number of blocks that a sequence needs."""
@@ -126,8 +131,8 @@ class KVLayout:
         """Layout for a model and its draft model, if any; neither needs weights for that.
 
         Raises:
-            ConfigError: `max_model_len` exceeds what the checkpoint allows, or `block_size` does not divide
-                the size of its attention chunks.
+            ConfigError: `max_model_len` exceeds what the checkpoint allows, `block_size` does not divide the
+                size of its attention chunks, or its layers keep states and drafts are to be tried.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = config.cache.block_size, config.cache.kv_cache_dtype
@@ -142,6 +147,12 @@ class KVLayout:
                 f"block_size={size} does not divide the checkpoint's attention_chunk_size of "
                 f"{shape.chunk_size}"
             )
+        groups = model.kv_groups if draft is None else model.kv_groups + draft.kv_groups
+        if config.scheduler.num_draft_tokens and any(group.is_state for group in groups):
+            raise ConfigError(
+                f"num_draft_tokens={config.scheduler.num_draft_tokens}: layers of this model keep a state, "
+                "which cannot take back a draft"
+            )
         return cls(
             spec=model.kv_spec(kv_type),
             layers_per_block=layers_per_group(model.kv_groups),
@@ -153,9 +164,18 @@ class KVLayout:
         )
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block that each layer has."""
+        num_bytes = self.spec.layer_bytes(self.block_size)
+        state_bytes = max(group.state_bytes for group in self.groups)
+        if not state_bytes:
+            return num_bytes
+        return -(-max(num_bytes, state_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
     def block_bytes(self) -> int:
         """In all pools."""
-        return self.layers_per_block * self.spec.layer_bytes(self.block_size) + self.draft_bytes
+        return self.layers_per_block * self.layer_bytes + self.draft_bytes
 
     def blocks_per_sequence(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds at any time, over all KV groups."""
@@ -183,6 +203,7 @@ class KVCache:
         spec: what a layer keeps of a token.
         layers_per_group: layers that a block has room for.
         block_size: tokens per block.
+        layer_bytes: bytes of a block that each layer has; None: what `spec` needs.
         has_scratch: whether there is a block more, `scratch_block`, which the scheduler does not know of.
         is_shared: whether other processes map it (host memory alone), by `fd`.
 
@@ -197,6 +218,7 @@ class KVCache:
         layers_per_group: int,
         block_size: int,
         device: torch.device,
+        layer_bytes: int | None = None,
         has_scratch: bool = False,
         is_shared: bool = False,
     ) -> None:
@@ -205,7 +227,7 @@ class KVCache:
         num_blocks += has_scratch
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.block_bytes = layers_per_group * spec.layer_bytes(block_size)
+        self.block_bytes = layers_per_group * (layer_bytes or spec.layer_bytes(block_size))
         size = num_blocks * self.block_bytes
         logger.info("allocating a KV cache of %.1f MiB (kv_cache_memory changes it)", size / 2**20)
         self.fd: int | None = None
@@ -235,13 +257,18 @@ class KVCache:
         """View of the pool for the operators of the layer at position `index` of its group; for `shape` see
         `DecoderLayer.kv_shape`."""
         if (index, shape) not in self._layers:
-            spec, memory = self._spec, self._memory[index]
+            spec = self._spec
             if shape is not None:
                 assert isinstance(spec, AttentionKV)
                 spec = replace(spec, num_kv_heads=shape[0], head_dim=shape[1])
-                memory = memory[:, : spec.layer_bytes(self.block_size)]
+            memory = self._memory[index][:, : spec.layer_bytes(self.block_size)]
             self._layers[index, shape] = spec.view(memory, self.block_size)
         return self._layers[index, shape]
+
+    def states(self, index: int) -> torch.Tensor:
+        """Bytes of the layer at position `index` of a group of states: uint8 [num_blocks, state_bytes or a
+        few more]."""
+        return self._memory[index]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (source, target) pairs of distinct targets; all sources are read before any is written."""

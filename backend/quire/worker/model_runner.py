@@ -153,6 +153,8 @@ class ModelRunner:
         self.model, shape, self._cache_writers = loaded.model, loaded.config, [loaded.cache_writer]
         # Which experts a step computes is known on the host only. Collectives were never recorded.
         is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
+        # Padded rows of a recorded step would write states.
+        is_eager |= any(group.is_state for group in self.model.kv_groups)
         graph_backend = make_graph_backend(self.device, is_eager)
         has_slots = config.adapters.enable_lora
         self.slots = AdapterMemory(self.model, config.adapters, self.device) if has_slots else None
@@ -186,6 +188,7 @@ class ModelRunner:
             layout.layers_per_block,
             cache.block_size,
             self.device,
+            layout.layer_bytes,
             has_scratch=graph_backend is not None,
             is_shared=self._shares_blocks,
         )
