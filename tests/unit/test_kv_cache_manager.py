@@ -7,7 +7,9 @@ import random
 import pytest
 
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.prefix import NULL_BLOCK
 from quire.core.request import Request
+from quire.models.kv_groups import KVGroup
 from quire.request.sampling_params import SamplingParams
 
 
@@ -135,3 +137,21 @@ def test_no_leak_and_less_than_a_block_of_waste_in_1e5_random_operations(
         kv.free(request)
     kv.check_integrity([])
     assert kv.num_free_blocks == num_blocks
+
+
+def test_the_time_to_live_of_blocks_behind_a_window_begins_when_they_are_given_back() -> None:
+    """It began at 0 on the clock, so they were forgotten at once."""
+    groups = [KVGroup(4, (0,))]
+    kv = KVCacheManager(8, 4, groups=groups, enable_prefix_caching=True, cache_ttl_s=10.0)
+    request = make_request("a", 17)
+    kv.expire(100.0)
+    for _ in range(4):
+        assert compute(kv, request, 4) is not None
+        kv.cache_blocks(request)
+    assert compute(kv, request, 1) is not None
+    assert kv.block_ids(request)[0][:3] == [NULL_BLOCK] * 3
+    num_found = kv.pool.num_cached
+    kv.expire(109.0)
+    assert kv.pool.num_cached == num_found == 3
+    kv.expire(110.0)
+    assert kv.pool.num_cached == 0

@@ -470,7 +470,7 @@ class KVCacheManager:
             end = max(0, request.num_computed_tokens - window + 1) // self.block_size
             first = table.released[group]
             if end > first:
-                self.pool.free(blocks[first:end])
+                self.pool.free(blocks[first:end], self._now)
                 blocks[first:end] = [NULL_BLOCK] * (end - first)
                 table.released[group] = end
 
