@@ -243,8 +243,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     cumulative_logprob: float | None = None
     """Sum over the whole choice, with its `finish_reason`, where beam search ranked it."""
     admitted_at: float = 0.0
-    """When its request first ran, in seconds of the scheduler's clock, with `first_token_at` and, where the
-    choice ends, with its `finish_reason`; 0: never."""
+    """When the request first ran, in seconds of the scheduler's clock. Set in outputs that have
+    `first_token_at` or `finish_reason`; 0: not set, or it never ran."""
     first_token_at: float = 0.0
     """When the choice's first token was taken in, on its first output."""
     num_preemptions: int = 0

@@ -18,7 +18,7 @@ ToolCall = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Fields that few responses have beside text and tokens."""
+    """Fields that few responses have: reasoning, tool calls, the prompt's log-probabilities, and others."""
 
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -52,7 +52,7 @@ def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> A
 
 
 def check_bytes(field: str, raw: bytes | str, max_bytes: int) -> None:
-    """Raises InputError for what is longer than `max_bytes`."""
+    """Raises InputError for a text or bytes of more than `max_bytes` bytes in UTF-8."""
     if len(raw) > max_bytes:
         raise InputError(field, f"at most {max_bytes} bytes, got {len(raw)}")
 

@@ -28,7 +28,7 @@ class InputError(ReportedError):
 
 
 class ParameterError(ReportedError, ValueError):
-    """A parameter of a model, or a limit, is missing or wrong; one line that names it."""
+    """A parameter in a model's config.pbtxt is missing or wrong; one line that names it."""
 
 
 class HubError(ReportedError):

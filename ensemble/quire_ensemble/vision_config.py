@@ -463,7 +463,7 @@ def read_vision_config(path: Path) -> VisionConfig:
 
 
 def _size(vision: Any, name: str) -> int:
-    """A size of the vision tower; ValueError."""
+    """An integer key of the vision tower's configuration; raises ValueError outside [1, MAX_SIDE]."""
     value = getattr(vision, name)
     if type(value) is not int or not 1 <= value <= MAX_SIDE:
         raise ValueError(f"{name} of the vision tower must be an integer of at least 1")

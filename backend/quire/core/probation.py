@@ -32,7 +32,7 @@ class _Suspect(NamedTuple):
     request: Request
     """The request, or the first of its choices."""
     sequences: Mapping[int, Request]
-    """Its unfinished choices by index."""
+    """Unfinished choices of the request by index."""
     goal: float
     """Output tokens that prove it. Ranked choices begin anew, and how far they came is not known: only their
     end proves them."""

@@ -33,7 +33,7 @@ MAX_STATE_BYTES = 64 * 1024
 MAX_SUSPECTS_BYTES = 4 * 2**20
 """Most bytes read of an engine's requests at risk: the ids of as many requests as it may run."""
 MAX_ADAPTERS_BYTES = 64 * 2**20
-"""Most bytes read of an engine's adapters: names and paths of as many as it may know."""
+"""Most bytes read of the list of an engine's adapters: names and paths of as many as it may know."""
 MAX_SOCKET_PATH = 107
 """Bytes of a socket's path, a limit of the kernel."""
 

@@ -132,7 +132,8 @@ class GrammarChecker:
 
 
 def main(directory: str, vocab_size: int) -> None:
-    """Answers lines until the standard input ends."""
+    """Checks one grammar per line of the standard input, until that ends. The answer is a line of JSON:
+    why the grammar is refused, or an empty text."""
     from quire.grammar import Vocabulary
 
     def answer(reason: str) -> None:

@@ -61,7 +61,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter that fits the model."""
+    """A LoRA adapter that was read, and fits the model."""
 
     rank: int
     """The largest of its layers."""

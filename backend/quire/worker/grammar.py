@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Compiled grammars that are kept."""
 MAX_WAIT_S = 5.0
-"""Longest that a step waits for one row's grammar: ten times what a client's may take to compile, and a
-thousand times a step of it."""
+"""Seconds that a step waits at most for one row's grammar: ten times what compiling a client's grammar may
+take, and a thousand times what advancing it by a token takes."""
 Mask = npt.NDArray[np.int32]
 """Bit i % 32 of word i / 32 says whether token i may follow; tokens behind the last word may not."""
 

@@ -85,7 +85,7 @@ class PromptRow(NamedTuple):
     """Positions of a row that are asked for the log-probabilities of the prompt's tokens behind them."""
 
     number: int
-    """Row of the step."""
+    """Index of the row in the step."""
     most: int
     """How many of the most likely tokens are to be told."""
     first: int

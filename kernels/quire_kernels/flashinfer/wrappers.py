@@ -206,9 +206,9 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
 
 
 def _pop_free(pool: deque[_Slot]) -> _Slot | None:
-    """The wrapper that has been free for longest; None if the device has yet to come to the plans of all.
+    """The wrapper whose plan the device finished first; None: it still needs the plans of all.
 
-    Steps that are launched ahead must not wait for it: there are as many wrappers as plans under way.
+    A step that is launched ahead must not wait for the device, so another wrapper is made then.
     """
     for _ in range(len(pool)):
         try:

@@ -293,7 +293,8 @@ class ForeignTensors:
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded | None:
-    """One matrix of several, whose rows lie behind each other; None: their forms or orders differ."""
+    """One matrix with the rows of several, one behind the other; None: their formats, or the orders of their
+    columns, differ."""
     order = parts[0].order
     for part in parts[1:]:
         if (part.order is None) != (order is None):
