@@ -224,11 +224,11 @@ def test_blocks_before_the_window_are_never_read(
     assert driver.num_blocks - driver.fewest_free <= sum(bound)
     # Of all their blocks, the longest two do not keep more than half in the groups that have a window.
     for sequence in driver.sequences[2:]:
-        for (window, _), blocks, left in zip(
+        for group, blocks, left in zip(
             driver.model.kv_groups, sequence.block_ids, sequence.num_left, strict=True
         ):
             assert len(blocks) == -(-(len(sequence.token_ids) - 1) // block_size)
-            assert left == 0 if window is None else left > len(blocks) / 2
+            assert left == 0 if group.window is None else left > len(blocks) / 2
 
 
 @pytest.mark.parametrize("family", WINDOWED)
