@@ -151,12 +151,15 @@ class Stopwatch:
 
     def __init__(self, core: EngineCore) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._running = ""
+        """The part under way: a method that it calls of the same part is in its time already."""
         self._wrapped: list[tuple[Any, str]] = []
         runner = runner_of(core)
         for part, owner, name in (
             ("plan", core.scheduler, "schedule"),
             ("prepare", runner.batch, "prepare"),
             ("model", runner.model, "forward"),
+            ("model", runner.model, "next_tokens"),
             ("account", core.scheduler, "update"),
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))
@@ -169,10 +172,13 @@ class Stopwatch:
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            if self._running == part:
+                return call(*arguments, **named)
+            outer, self._running, began = self._running, part, time.perf_counter()
             try:
                 return call(*arguments, **named)
             finally:
+                self._running = outer
                 self.seconds[part] += time.perf_counter() - began
 
         return timed
