@@ -62,4 +62,4 @@ def load(weights: Path, options: dict[str, Any]) -> Run:
 
 
 if __name__ == "__main__":
-    serve(load, ("quire", "torch"))
+    serve(load, ("quire-triton", "torch"))

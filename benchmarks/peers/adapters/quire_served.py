@@ -53,4 +53,4 @@ async def _run(url: str, requests: Sequence[Request], running: int) -> RunResult
 
 
 if __name__ == "__main__":
-    serve(load, ("quire", "torch", "nvidia-pytriton"))
+    serve(load, ("quire-triton", "torch", "nvidia-pytriton"))
