@@ -188,11 +188,11 @@ class LLM:
     def profile(self, path: str | Path) -> Iterator[None]:
         """A context whose first MAX_PROFILE_STEPS steps are written to `path` as a Chrome trace, with a
         `roofline` of each kind of step in its `otherData`."""
-        recorded = self.core.begin_profile(Profile(MAX_PROFILE_STEPS, MAX_PROFILE_S))
+        recorded = self.core.observer.begin_profile(Profile(MAX_PROFILE_STEPS, MAX_PROFILE_S))
         try:
             yield
         finally:
-            self.core.profile = None
+            self.core.observer.profile = None
             Path(path).write_bytes(msgspec.json.encode(recorded.answer()))
 
     @functools.cached_property

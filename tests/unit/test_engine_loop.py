@@ -451,7 +451,7 @@ def test_a_profile_whose_time_is_over_in_a_step_is_answered_though_another_is_as
     with peer.held():
         peer.add("slow")
         peer.send(Control(Profile(seconds=600), "first"))
-        wait_until(lambda: peer.core.profile).ends_at = 0.0
+        wait_until(lambda: peer.core.observer.profile).ends_at = 0.0
         peer.send(Control(Profile(seconds=0.01), "second"))
         assert peer.receive(CommandResult).token == "first"
     assert peer.receive(CommandResult).token == "second"

@@ -66,7 +66,7 @@ def test_a_file_with_phases_and_rooflines(
         profiled = llm.generate([PROMPT, PROMPT[1:]], EIGHT)
     passed_us = (time.monotonic() - begin) * 1e6
     assert [output.token_ids for output in profiled] == [output.token_ids for output in plain]
-    assert llm.core.profile is None
+    assert llm.core.observer.profile is None
     trace = json.loads((tmp_path / "trace.json").read_bytes())
     steps = check_trace(trace)
     assert all(0 <= event["ts"] <= passed_us for event in trace["traceEvents"] if "ts" in event)
@@ -97,29 +97,29 @@ def test_a_file_with_phases_and_rooflines(
 
 def test_the_next_steps_are_recorded_and_no_more(checkpoint: Path) -> None:
     llm = make_llm(checkpoint)
-    profile = llm.core.begin_profile(Profile(steps=3))
+    profile = llm.core.observer.begin_profile(Profile(steps=3))
     with pytest.raises(UnavailableError, match="one at a time"):
-        llm.core.begin_profile(Profile())
+        llm.core.observer.begin_profile(Profile())
     llm.generate([PROMPT], EIGHT)
-    assert llm.core.profile is None
+    assert llm.core.observer.profile is None
     answer = profile.answer()
     assert [step["tokens"] for step in check_trace(answer)] == [8, 1, 1]
     counters = [event for event in answer["traceEvents"] if event["ph"] == "C"]
     assert {event["name"] for event in counters} == {"requests", "tokens per step", "KV blocks free"}
-    llm.core.begin_profile(Profile(seconds=1e-9))
-    assert llm.core.begin_profile(Profile()) is llm.core.profile  # the one before is over
+    llm.core.observer.begin_profile(Profile(seconds=1e-9))
+    assert llm.core.observer.begin_profile(Profile()) is llm.core.observer.profile  # the one before is over
 
 
 def test_one_step_that_was_launched_ahead_takes_no_more_time_than_passed(checkpoint: Path) -> None:
     llm = make_llm(checkpoint, async_scheduling=True)
-    profile = llm.core.begin_profile(Profile(steps=1))
+    profile = llm.core.observer.begin_profile(Profile(steps=1))
     llm.generate([PROMPT], EIGHT)
     assert 0 < profile.answer()["otherData"]["roofline"]["computing"] <= 1
 
 
 def test_steps_of_both_kinds_are_mixed(checkpoint: Path) -> None:
     llm = make_llm(checkpoint, max_num_batched_tokens=6)
-    profile = llm.core.begin_profile(Profile())
+    profile = llm.core.observer.begin_profile(Profile())
     llm.generate([PROMPT[:4], PROMPT], EIGHT)
     kinds = {step["kind"] for step in check_trace(profile.answer())}
     assert kinds == {"prefill", "mixed", "decode"}

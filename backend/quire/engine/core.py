@@ -23,7 +23,6 @@ from quire.adapters import SavedAdapters
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
-from quire.core.probation import NO_SUSPECTS, InFlightSuspects
 from quire.core.request import FinishReason, Request
 from quire.core.request_list import list_requests
 from quire.core.roster import session_name
@@ -35,7 +34,6 @@ from quire.engine.cache_commands import (
     CacheCommand,
     Health,
     Inspect,
-    Profile,
     Requests,
     Reset,
     Sleep,
@@ -43,7 +41,7 @@ from quire.engine.cache_commands import (
 )
 from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
-from quire.engine.profile import StepProfile
+from quire.engine.step_observer import StepObserver
 from quire.errors import (
     EngineError,
     InvalidArgumentError,
@@ -133,13 +131,9 @@ class EngineCore:
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
         """Steps that computed something, since start."""
-        self.on_suspects: Callable[[InFlightSuspects], None] | None = None
-        """Told which suspects are in the next step, whenever that changes."""
-        self._suspects = NO_SUSPECTS
+        self.observer = StepObserver(self.scheduler, info)
         self._num_failures = 0
         """Number of latest steps in a row that failed."""
-        self.profile: StepProfile | None = None
-        """Recorder of the steps for a profile; None: none is being recorded."""
         self._rest = ""
         """Why requests are refused: the engine is asleep, or to be; empty: it is awake."""
         self._seeds = itertools.count()
@@ -247,20 +241,14 @@ class EngineCore:
         """
         if self._is_broken:
             raise EngineError(f"the latest {self._num_failures} steps of the engine have all failed")
-        if self.profile is not None and self.profile.is_over:
-            self.profile = None
-        self._phase("schedule")
+        observer = self.observer
+        observer.begin()
         outputs = self.scheduler.expire()
         if self.adapters.has_news:
             for adapter, error in self.adapters.poll():
                 outputs += self.scheduler.end_waiting(adapter, error)
         planned = self.scheduler.schedule()
-        planned.is_timed = self.profile is not None
-        self._phase("wait", planned.step)
-        if self.scheduler.probation.in_flight_suspects is not self._suspects:
-            self._suspects = self.scheduler.probation.in_flight_suspects
-            if self.on_suspects is not None:
-                self.on_suspects(self._suspects)
+        observer.planned(planned)
         if planned.has_work or self.scheduler.transfers.num_loading:
             self.executor.launch(planned)
             self._in_flight.append(planned)
@@ -278,17 +266,12 @@ class EngineCore:
                     raise  # an interrupt; what was under way must not be taken for what comes next
                 return outputs + failed
             oldest = self._in_flight.popleft()
-            self._phase("update", oldest.step)
+            observer.collected(oldest)
             outputs += self._update(oldest, result)
-            if self.profile is not None:
-                self.profile.done(oldest, result, self.scheduler.stats())
+            observer.updated(oldest, result)
         self._publish()
-        self._phase("")
+        observer.end()
         return outputs
-
-    def _phase(self, name: str, step: int = 0) -> None:
-        if self.profile is not None:
-            self.profile.phase(name, step)
 
     def _collect(self, meanwhile: Callable[[Future[Any]], None] | None) -> ModelRunnerOutput:
         """Returns the oldest step's result; raises the error of that step, or of one launched behind it."""
@@ -326,20 +309,9 @@ class EngineCore:
         message = f"the engine failed while computing the request: {describe(error)}"
         return self.scheduler.fail(message)
 
-    def begin_profile(self, command: Profile) -> StepProfile:
-        """Records the steps from now on, until it is over or taken out of `profile`.
-
-        Raises:
-            UnavailableError: one is being recorded.
-        """
-        if self.profile is not None and not self.profile.is_over:
-            raise UnavailableError("a profile is being recorded, and there is one at a time")
-        self.profile = StepProfile(command, self.info)
-        return self.profile
-
     def control(self, command: CacheCommand) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed. For `Profile` there is
-        `begin_profile`, for commands that change the adapters `AdapterRegistry.begin`.
+        `StepObserver.begin_profile`, for commands that change the adapters `AdapterRegistry.begin`.
 
         A healthy engine that has requests finishes steps: `num_finished_steps` moves.
         """

@@ -306,7 +306,7 @@ class EngineLoop:
                 self._send(identity, CommandResult(message.token, {"num_cancelled": len(request_ids)}))
             case Control(command=Profile() as command):
                 self._end_profile()  # of one whose time is over, the answer is not lost
-                self._profile = self.core.begin_profile(command), identity, message.token
+                self._profile = self.core.observer.begin_profile(command), identity, message.token
             case Control(command=Sleep() | Wake() as command):
                 if isinstance(command, Sleep):
                     self.core.begin_sleep(command)
@@ -349,7 +349,7 @@ class EngineLoop:
     def _end_profile(self) -> None:
         if self._profile is not None and self._profile[0].is_over:
             (profile, identity, token), self._profile = self._profile, None
-            self.core.profile = None
+            self.core.observer.profile = None
             self._send(identity, CommandResult(token, profile.answer()))
 
     def _probe(self) -> None:
@@ -436,13 +436,10 @@ class EngineLoop:
             owner.num_open_choices -= output.finish_reason is not None
             if output.error is not None or not owner.num_open_choices:
                 del self._owners[output.request_id]
-        profile = self.core.profile
-        if profile is not None:
-            profile.phase("send")
+        self.core.observer.sending()
         for identity, batch in by_frontend.items():
             self._send(identity, Outputs(batch))
-        if profile is not None:
-            profile.phase("")
+        self.core.observer.end()
 
     def _send(self, identity: bytes, message: EngineMessage) -> None:
         self.socket.send_multipart([identity, encoder.encode(message)])
@@ -530,7 +527,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         timeline.end("warm-up")
         core.adapters.on_change = directory.write_adapters
         directory.write_adapters(core.adapters.saved())
-        core.on_suspects = lambda suspects: directory.write_suspects(pid, suspects)
+        core.observer.on_suspects = lambda suspects: directory.write_suspects(pid, suspects)
         if config.scheduler.trace_file:
             core.enable_trace(Path(config.scheduler.trace_file))
     except QuireError as error:
