@@ -271,8 +271,23 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
             yield msgspec.structs.replace(self, new_token_ids=[token_id], logprobs=logprobs, **beside)
 
 
-@dataclass(slots=True)
-class SchedulerStats:
+class WaitingCounts(msgspec.Struct, frozen=True):
+    """Waiting sequences by what they wait for; together they are all of them."""
+
+    choices: int = 0
+    """They wait for other sequences of their own request."""
+    tenant: int = 0
+    """They wait until their tenant has fewer running requests or tokens than it may have."""
+    adapter: int = 0
+    """They wait for a slot for their adapter, or for its weights."""
+    seats: int = 0
+    blocks: int = 0
+    budget: int = 0
+    step: int = 0
+    """They wait for the next step and, so much is known, for nothing else."""
+
+
+class SchedulerStats(msgspec.Struct, frozen=True):
     """State of the scheduler and the block pool after a step, for metrics and traces."""
 
     step: int
@@ -308,14 +323,7 @@ class SchedulerStats:
     num_loading: int = 0
     """Requests whose blocks are being loaded from a KV tier: running ones, and some that have ended
     meanwhile."""
-    num_waiting_choices: int = 0
-    """This and the following: the waiting ones by what they wait for (`Roster.waiting_by_reason`)."""
-    num_waiting_tenant: int = 0
-    num_waiting_seats: int = 0
-    num_waiting_blocks: int = 0
-    num_waiting_budget: int = 0
-    num_waiting_step: int = 0
-    num_waiting_adapter: int = 0
+    waiting: WaitingCounts = WaitingCounts()
     num_adapter_slots: int = 0
     """Slots with an adapter that running requests use."""
     num_adapter_hits: int = 0

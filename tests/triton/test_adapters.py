@@ -256,11 +256,14 @@ def test_metrics_tell_what_is_loaded_and_of_use(monkeypatch: pytest.MonkeyPatch,
     directory.mkdir()
     board = MetricsBoard(fake_pb_utils, {"model_name": "m", "engine": "5eed"})
     engine = EngineMetrics(board, directory, "m", "1", max_loras=2)
-    names = SchedulerStats.__slots__
-    stats = {**dict.fromkeys(names, 0.0), "num_blocks": 9.0, "num_free_blocks": 9.0}
+    stats = SchedulerStats(
+        step=0, num_running=0, num_waiting=0, num_waiting_tokens=0, num_blocks=9, num_free_blocks=9,
+        num_preemptions=0, num_scheduled_tokens=0,
+    )  # fmt: skip
 
     def shown(*adapters: AdapterStatus, evictions: int = 0, pid: int = 1) -> dict[str, float]:
-        engine.update({**stats, "num_adapter_evictions": float(evictions)}, info(*adapters, pid=pid))
+        now = msgspec.structs.replace(stats, num_adapter_evictions=evictions)
+        engine.update(now, info(*adapters, pid=pid))
         board.send()
         return FakeMetricFamily.shown("engine", "model_name")
 

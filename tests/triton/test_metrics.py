@@ -17,7 +17,7 @@ from quire.engine.executor import RunnerExecutor
 from quire.engine.messages import EngineInfo
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stop_matcher import StopAutomaton
-from quire.outputs import EngineCoreOutput, SchedulerStats
+from quire.outputs import EngineCoreOutput, SchedulerStats, WaitingCounts
 from quire.request.sampling_params import SamplingParams
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_engine import FakeEngine
@@ -61,11 +61,7 @@ def info(pid: int = 10) -> EngineInfo:
     return EngineInfo(pid, 64, 600, 8, False, 100, 16, 0, "float32", "cpu")
 
 
-def flat(stats: SchedulerStats) -> dict[str, float]:
-    return {name: float(getattr(stats, name)) for name in stats.__slots__}
-
-
-def stats(**values: int) -> dict[str, float]:
+def stats(**values: int) -> SchedulerStats:
     """Of a pool of 100 blocks: 40 without content, 25 cached, 35 in use."""
     given: dict[str, Any] = {
         "step": 7,
@@ -84,10 +80,10 @@ def stats(**values: int) -> dict[str, float]:
         "num_accepted_drafts": 20,
         "num_batch_rows": 3,
         "num_batch_tokens": 12,
-        "num_waiting_seats": 2,
+        "waiting": WaitingCounts(seats=2),
         **values,
     }
-    return flat(SchedulerStats(**given))
+    return SchedulerStats(**given)
 
 
 ENGINE = {
@@ -482,7 +478,7 @@ class Shown:
         self._metrics = EngineMetrics(self._board, directory, "generator", "1")
 
     def check(self, **expected: Any) -> None:
-        self._metrics.update(flat(self.engine.scheduler.stats()), info())
+        self._metrics.update(self.engine.scheduler.stats(), info())
         self._board.send()
         values = {name.removeprefix("quire_").removesuffix("_total"): v for name, v in of_engine().items()}
         waiting = {

@@ -25,6 +25,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore, make_executor
 from quire.engine.loop import _engine_info
 from quire.engine.messages import Stats, encoder, engine_message_decoder
+from quire.outputs import SchedulerStats
 from quire.request.sampling_params import SamplingParams
 from quire.triton.metrics import EngineMetrics, RequestMetrics
 from quire.triton.metrics_board import MetricsBoard
@@ -216,12 +217,10 @@ def test_metrics_cost_less_than_a_hundredth_of_a_token(tmp_path: Path) -> None:
         core.add_request(f"{number}", plan.prompts(64, 1)[number], params)
     core.step()
 
-    def tell() -> dict[str, float]:
-        stats = core.stats()
-        message = Stats({name: float(getattr(stats, name)) for name in stats.__slots__})
-        told = engine_message_decoder.decode(encoder.encode(message))
+    def tell() -> SchedulerStats:
+        told = engine_message_decoder.decode(encoder.encode(Stats(core.stats())))
         assert isinstance(told, Stats)
-        return told.values
+        return told.scheduler
 
     board = MetricsBoard(None)
     requests = RequestMetrics(board, "generator", "1")
@@ -232,7 +231,7 @@ def test_metrics_cost_less_than_a_hundredth_of_a_token(tmp_path: Path) -> None:
         admitted_at=1.1, first_token_at=1.2, first_sent_at=1.2, ended_at=4.0, num_prompt_tokens=64,
         num_output_tokens=256, finish_reason="length",
     )  # fmt: skip
-    values = tell()
+    stats = tell()
     parts = {
         "sending": sending_s,
         "Triton's side": num_updates * update_s,
@@ -240,7 +239,7 @@ def test_metrics_cost_less_than_a_hundredth_of_a_token(tmp_path: Path) -> None:
         "requests": summary["requests"] * seconds_of(lambda: requests.ended(record), 2000),
         "engine's figures": 2
         * summary["duration_s"]
-        * (seconds_of(tell, 300) + seconds_of(lambda: engine.update(values, info), 300)),
+        * (seconds_of(tell, 300) + seconds_of(lambda: engine.update(stats, info), 300)),
     }
     core.close()
     engine.close()

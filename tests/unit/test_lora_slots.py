@@ -102,7 +102,7 @@ def test_those_behind_one_that_waits_run_and_it_gets_its_slot() -> None:
     engine.add("more b", 4, 4, adapter=b)
     engine.add("more a", 4, 4, adapter=a)
     assert scheduled(watch.step()) == ["a", "b", "b2", "plain", "more b"], "a's slot is promised to c"
-    assert engine.scheduler.stats().num_waiting_adapter == 2
+    assert engine.scheduler.stats().waiting.adapter == 2
     while "a" not in engine.reasons:
         watch.step()
     assert "c" in scheduled(watch.step()), "although a request of a was there to take its place"

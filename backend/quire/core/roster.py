@@ -16,14 +16,10 @@ from quire.core.prefix import CachedPrefix
 from quire.core.request import FinishReason, Request, RequestStatus
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
-from quire.outputs import SchedulerOutput
+from quire.outputs import SchedulerOutput, WaitingCounts
 from quire.request.scheduling_params import MAX_PIN_TTL_S
 
 logger = logging.getLogger("quire")
-
-
-WAITING_REASONS = ("choices", "tenant", "adapter", "seats", "blocks", "budget", "step")
-"""Reasons for waiting: the keys of what `Roster.waiting_by_reason` returns."""
 
 
 class Roster:
@@ -104,28 +100,25 @@ class Roster:
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
-    def waiting_by_reason(self, admission_blocked_by: str) -> dict[str, int]:
-        """How many sequences in the queue wait for what; together they are all of them. O(waiting).
+    def waiting_by_reason(self, admission_blocked_by: str) -> WaitingCounts:
+        """Counts the sequences in the queue by what they wait for. O(waiting).
 
         Args:
             admission_blocked_by: what holds back the first of those that wait for nothing of their own, and
-                with it those behind it, as of `Planner`.
-
-        Returns:
-            By reason: "choices" (other sequences of their own), "tenant" (its cap), "adapter" (a slot for
-            it, or its weights), "seats", "blocks", "budget", or "step" (the next one, as far as is known).
+                with it those behind it (`Planner.admission_blocked_by`).
         """
-        counts = dict.fromkeys(WAITING_REASONS, 0)
+        choices = tenant = adapter = others = 0
         for request in self.queue:
             if request.is_paused:
-                counts["choices"] += 1
+                choices += 1
             elif not self.tenants.may_run(request):
-                counts["tenant"] += 1
+                tenant += 1
             elif self.waits_for_adapter(request):
-                counts["adapter"] += 1
+                adapter += 1
             else:
-                counts[admission_blocked_by or "step"] += 1
-        return counts
+                others += 1
+        rest = {admission_blocked_by or "step": others}
+        return WaitingCounts(choices=choices, tenant=tenant, adapter=adapter, **rest)
 
     def waits_for_adapter(self, request: Request) -> bool:
         """Whether the latest plan passed over it as its adapter lies in no slot."""

@@ -551,10 +551,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """The state now; O(waiting)."""
         rows, tokens = self.last_batch if self.roster.requests else (0, 0)
-        waiting, adapters = (
-            self.roster.waiting_by_reason(self._planner.admission_blocked_by),
-            self.roster.adapters,
-        )
+        adapters = self.roster.adapters
         return SchedulerStats(
             step=self._num_steps,
             num_running=len(self.roster.running),
@@ -576,11 +573,11 @@ class Scheduler:
             num_batch_rows=rows,
             num_batch_tokens=tokens,
             num_loading=self.transfers.num_loading,
+            waiting=self.roster.waiting_by_reason(self._planner.admission_blocked_by),
             num_adapter_slots=0 if adapters is None else adapters.num_held,
             num_adapter_hits=0 if adapters is None else adapters.num_hits,
             num_adapter_loads=0 if adapters is None else adapters.num_loads,
             num_adapter_evictions=0 if adapters is None else adapters.num_evictions,
-            **{f"num_waiting_{reason}": count for reason, count in waiting.items()},
         )
 
     def check_integrity(self) -> None:

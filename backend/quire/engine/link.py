@@ -27,6 +27,7 @@ from quire.engine.messages import (
 )
 from quire.engine.supervisor import EngineAddress
 from quire.errors import EngineStoppedError, UnavailableError
+from quire.outputs import SchedulerStats
 
 logger = logging.getLogger("quire")
 
@@ -88,7 +89,7 @@ class EngineLink:
     def __init__(
         self,
         connect: Callable[[], Connected],
-        on_stats: Callable[[dict[str, float]], None] | None = None,
+        on_stats: Callable[[SchedulerStats], None] | None = None,
         watchdog_s: float = 0.0,
     ) -> None:
         self._connect = connect
@@ -228,7 +229,7 @@ class EngineLink:
     def _publish(self, stats: Stats) -> None:
         if self._on_stats is not None:
             try:
-                self._on_stats(stats.values)
+                self._on_stats(stats.scheduler)
             except Exception:
                 logger.exception("frontend: the engine's figures could not be published")
 

@@ -444,10 +444,6 @@ class EngineLoop:
     def _send(self, identity: bytes, message: EngineMessage) -> None:
         self.socket.send_multipart([identity, encoder.encode(message)])
 
-    def _stats(self) -> dict[str, float]:
-        stats = self.core.stats()
-        return {name: float(getattr(stats, name)) for name in stats.__slots__}
-
     def _push_stats(self) -> None:
         now = time.monotonic()
         if now < self._next_stats or not (self._owes_stats or self.core.next_expiry <= now):
@@ -456,7 +452,7 @@ class EngineLoop:
         # Whether a worker in a process of its own is gone is asked for also while nothing is to be done.
         self._owes_stats = self.core.config.model.has_workers
         self.core.executor.check()
-        message = Stats(self._stats(), self.core.adapters.listing())
+        message = Stats(self.core.stats(), self.core.adapters.listing())
         for identity in self._frontend_pidfds:
             self._send(identity, message)
 

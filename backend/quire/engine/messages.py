@@ -14,7 +14,7 @@ from quire.adapters import AdapterStatus
 from quire.engine.cache_commands import CacheCommand
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
-from quire.outputs import EngineCoreOutput
+from quire.outputs import EngineCoreOutput, SchedulerStats
 from quire.request.sampling_params import SamplingParams
 from quire.request.scheduling_params import SchedulingParams, Seconds
 
@@ -146,7 +146,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Engine state, about twice a second while something changes, and before the answer to a command that
     changes the adapters."""
 
-    values: dict[str, float]
+    scheduler: SchedulerStats
     adapters: list[AdapterStatus] = []
     """The LoRA adapters that requests may name, in the order of their names."""
 

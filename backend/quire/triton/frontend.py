@@ -21,6 +21,7 @@ from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
 
 if TYPE_CHECKING:
+    from quire.outputs import SchedulerStats
     from quire.triton.observers import RequestObserver
 
 logger = logging.getLogger("quire")
@@ -223,8 +224,8 @@ class TritonPythonModel:
         served = self._responder
         return served.is_alive() and served.engine.is_ready and not served.drain.is_on
 
-    def _publish(self, values: dict[str, float]) -> None:
-        self._metrics.update(values, self._responder.engine.info)
+    def _publish(self, stats: SchedulerStats) -> None:
+        self._metrics.update(stats, self._responder.engine.info)
 
     def finalize(self) -> None:
         """Called after the last FINAL; bounded in time."""

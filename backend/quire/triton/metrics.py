@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
 
 from quire.core.request import FinishReason
-from quire.core.roster import WAITING_REASONS
 from quire.engine.messages import EngineInfo
+from quire.outputs import SchedulerStats, WaitingCounts
 from quire.triton.adapter_metrics import AdapterMetrics
 from quire.triton.metrics_board import (
     FINISHED,
@@ -24,6 +27,32 @@ from quire.triton.metrics_board import (
 from quire.triton.observers import RequestEnded
 
 logger = logging.getLogger("quire")
+
+_Read: TypeAlias = Callable[[SchedulerStats], int]
+_COUNTERS: dict[str, _Read] = {
+    "quire_prefix_queried_tokens_total": lambda stats: stats.num_queried_tokens,
+    "quire_prefix_cached_tokens_total": lambda stats: stats.num_cached_tokens,
+    "quire_kv_loaded_tokens_total": lambda stats: stats.num_loaded_tokens,
+    "quire_preemptions_total": lambda stats: stats.num_preemptions,
+    "quire_swaps_total": lambda stats: stats.num_swaps,
+    "quire_draft_tokens_total": lambda stats: stats.num_draft_tokens,
+    "quire_accepted_draft_tokens_total": lambda stats: stats.num_accepted_drafts,
+    "quire_scheduled_tokens_total": lambda stats: stats.num_scheduled_tokens,
+    "quire_steps_total": lambda stats: stats.step,
+}
+"""Counters, and the count since the engine's start that each of them follows."""
+_ADAPTER_COUNTERS: dict[str, _Read] = {
+    "quire_adapter_evictions_total": lambda stats: stats.num_adapter_evictions
+}
+"""Further ones of an engine that has slots for adapters."""
+_GAUGES: dict[str, _Read] = {
+    "quire_requests_running": lambda stats: stats.num_running,
+    "quire_requests_loading": lambda stats: stats.num_loading,
+    "quire_requests_waiting": lambda stats: stats.num_waiting,
+    "quire_batch_rows": lambda stats: stats.num_batch_rows,
+    "quire_batch_tokens": lambda stats: stats.num_batch_tokens,
+}
+"""Gauges, and the figure that each of them shows."""
 
 
 class RequestMetrics:
@@ -134,13 +163,12 @@ class EngineMetrics:
         self._lock = (directory / "metrics").open("a+")
         self._is_ours = False
         self._engine_pid = 0
-        self._counted: dict[str, float] = {}
+        self._counted: list[int] = []
 
-    def update(self, values: Mapping[str, float], info: EngineInfo) -> None:
+    def update(self, stats: SchedulerStats, info: EngineInfo) -> None:
         """Takes what an engine says of itself, about twice a second.
 
         Args:
-            values: the fields of SchedulerStats.
             info: another process than before counts from zero, while the counters go on.
         """
         if not self._engine_pid:
@@ -155,29 +183,31 @@ class EngineMetrics:
             self._add_figures()
         if info.pid != self._engine_pid or not self._is_ours:
             self._is_ours, self._engine_pid = True, info.pid
-            self._begin(values, info)
-        for key, figure in self._counters.items():
-            more = values[key] - self._counted.get(key, 0.0)
-            if more > 0:  # a load that fails takes back what it had announced
-                figure.value += more
-                self._counted[key] = values[key]
-        for key in self._gauges:
-            self._gauges[key].value = values[key]
-        num_blocks, available = values["num_blocks"], values["num_free_blocks"]
-        in_use, cached = num_blocks - available, values["num_cached_blocks"]
+            self._begin(stats, info)
+        for at, (figure, read) in enumerate(self._counters):
+            count = read(stats)
+            if count > self._counted[at]:  # a load that fails takes back what it had announced
+                figure.value += count - self._counted[at]
+                self._counted[at] = count
+        for figure, read in self._gauges:
+            figure.value = read(stats)
+        for figure, count in zip(self._waiting, msgspec.structs.astuple(stats.waiting), strict=True):
+            figure.value = count
+        num_blocks, available = stats.num_blocks, stats.num_free_blocks
+        in_use, cached = num_blocks - available, stats.num_cached_blocks
         if self._adapters is not None:
             self._adapters.update(info.adapters)
         self._use.value = round(in_use / max(num_blocks, 1), 3)
-        states = (available - cached, cached, in_use, values["num_pinned_blocks"])
+        states = (available - cached, cached, in_use, stats.num_pinned_blocks)
         for figure, value in zip(self._blocks, states, strict=True):
             figure.value = value
         self._board.touch()
 
-    def _begin(self, values: Mapping[str, float], info: EngineInfo) -> None:
+    def _begin(self, stats: SchedulerStats, info: EngineInfo) -> None:
         """Another engine, or one whose figures another frontend has shown until now."""
         self._lock.seek(0)
         before, now = self._lock.read(), str(self._engine_pid)
-        self._counted = dict(values) if before == now else {}
+        self._counted = [read(stats) if before == now else 0 for _, read in self._counters]
         if self._adapters is not None:
             self._adapters.begin(info.adapters if before == now else ())
         self._restarts.value += before not in ("", now)
@@ -221,31 +251,13 @@ class EngineMetrics:
         board, labels = self._board, self._labels
         if self._max_loras:
             self._adapters = AdapterMetrics(board, labels, self._max_loras)
-        self._counters = {
-            key: board.counter(name, **labels)
-            for key, name in {
-                "num_queried_tokens": "quire_prefix_queried_tokens_total",
-                "num_cached_tokens": "quire_prefix_cached_tokens_total",
-                "num_loaded_tokens": "quire_kv_loaded_tokens_total",
-                "num_preemptions": "quire_preemptions_total",
-                "num_swaps": "quire_swaps_total",
-                "num_draft_tokens": "quire_draft_tokens_total",
-                "num_accepted_drafts": "quire_accepted_draft_tokens_total",
-                "num_scheduled_tokens": "quire_scheduled_tokens_total",
-                "step": "quire_steps_total",
-                **({"num_adapter_evictions": "quire_adapter_evictions_total"} if self._adapters else {}),
-            }.items()
-        }
-        self._gauges = {
-            "num_running": board.gauge("quire_requests_running", **labels),
-            "num_loading": board.gauge("quire_requests_loading", **labels),
-            "num_waiting": board.gauge("quire_requests_waiting", **labels),
-            "num_batch_rows": board.gauge("quire_batch_rows", **labels),
-            "num_batch_tokens": board.gauge("quire_batch_tokens", **labels),
-        }
-        for reason in WAITING_REASONS:
-            gauge = board.gauge("quire_requests_waiting_for", **labels, reason=reason)
-            self._gauges[f"num_waiting_{reason}"] = gauge
+        counters = _COUNTERS | (_ADAPTER_COUNTERS if self._max_loras else {})
+        self._counters = [(board.counter(name, **labels), read) for name, read in counters.items()]
+        self._gauges = [(board.gauge(name, **labels), read) for name, read in _GAUGES.items()]
+        self._waiting = [
+            board.gauge("quire_requests_waiting_for", **labels, reason=reason)
+            for reason in WaitingCounts.__struct_fields__
+        ]
         self._use = board.gauge("quire_kv_use_ratio", **labels)
         states = ("free", "cached", "in_use", "pinned")
         self._blocks = [board.gauge("quire_kv_blocks", **labels, state=state) for state in states]
