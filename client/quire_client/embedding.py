@@ -21,24 +21,24 @@ Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """A text, its token ids, or several of either."""
 
 
-class Answer(AsyncIterable[Chunk], Protocol):
-    """`AsyncStream`, as far as embeddings need it."""
+class ChunkStream(AsyncIterable[Chunk], Protocol):
+    """Part of `AsyncStream` that `embed` uses: the chunks of one request's answer."""
 
     async def start(self) -> None: ...
 
     async def aclose(self) -> None: ...
 
 
-class Client(Protocol):
-    """`AsyncClient`, as far as embeddings need it."""
+class StreamingClient(Protocol):
+    """Part of `AsyncClient` that `embed` uses: a model's schema, and answers as streams."""
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema: ...
 
-    def _answer(self, prompt: str | None, **arguments: Any) -> Answer: ...
+    def _answer(self, prompt: str | None, **arguments: Any) -> ChunkStream: ...
 
 
 async def embed(
-    client: Client,
+    client: StreamingClient,
     prompts: Prompts,
     *,
     model: str,
@@ -59,7 +59,7 @@ async def embed(
     is_one = isinstance(prompts, str) or (
         len(prompts) > 0 and not any(hasattr(one, "__len__") for one in prompts)
     )
-    under_way: deque[Answer] = deque()
+    under_way: deque[ChunkStream] = deque()
     chunks: list[Chunk] = []
 
     async def collect_next() -> None:
