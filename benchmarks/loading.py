@@ -41,7 +41,7 @@ from quire_kernels.cpu.native import set_num_threads
 THREADS, PART = 8, 2**23
 PARTS = {
     "model": (loader, "empty_model"),
-    "packing": (loader._Packer, "pack"),
+    "packing": (loader.Packer, "pack"),
     "entry": (PackedCache, "read"),
 }
 """Functions whose time is told."""

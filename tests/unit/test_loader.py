@@ -749,7 +749,7 @@ def test_index_is_preferred_to_a_stray_single_file(tmp_path: Path, expected: tor
 @pytest.mark.row("G18")
 def test_layers_are_packed_while_others_are_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    pack = load_module._Packer.pack
+    pack = load_module.Packer.pack
 
     def packed(packer: Any, module: Any) -> None:
         events.append("packed")
@@ -760,7 +760,7 @@ def test_layers_are_packed_while_others_are_read(checkpoint: Path, monkeypatch: 
             events.append("read")
             yield one
 
-    monkeypatch.setattr(load_module._Packer, "pack", packed)
+    monkeypatch.setattr(load_module.Packer, "pack", packed)
     monkeypatch.setattr(load_module, "read_ahead", read)
     load(checkpoint)
     last = len(events) - events[::-1].index("read")

@@ -221,15 +221,15 @@ def _joined(digests: Iterable[bytes]) -> str:
 
 def pack(model: Model) -> int:
     """Packs a model whose weights are all there; returns the bytes of all weights as they are kept."""
-    packer = _Packer()
+    packer = Packer()
     for _, module in model.packed_modules():
         packer.pack(module)
     return model.finish()
 
 
-class _Packer:
-    """Packs modules, and gives back the memory of the weights that they were loaded into: else all weights
-    are in memory twice in the end."""
+class Packer:
+    """Packs modules, and gives back the memory that their weights were loaded into: else all weights would be
+    in memory twice in the end."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -248,7 +248,7 @@ class _Packing:
     """Packs each layer as soon as the last of its tensors is there, while others are read."""
 
     def __init__(self, model: Model, with_digest: bool) -> None:
-        self._packer, self._with_digest = _Packer(), with_digest
+        self._packer, self._with_digest = Packer(), with_digest
         self._digests = {name: b"" for name, _, _ in model.weights()}
         self._layers: dict[str, tuple[Linear | Embedding, set[str]]] = {}
         for _, module in model.packed_modules():
