@@ -8,10 +8,11 @@ import pytest
 
 from quire.core.planner import Planner
 from tests.fixtures.fake_engine import FakeEngine
-from tests.unit.test_scheduler_features_property import LIMITS, WORLDS, World
+from tests.fixtures.scheduler_world import LIMITS, SchedulerWorld
+from tests.unit.test_scheduler_features_property import WORLDS
 
 
-class RecordedWorld(World):
+class RecordedWorld(SchedulerWorld):
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__(seed, **options)
         self.plans: list[str] = []

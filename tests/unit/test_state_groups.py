@@ -23,10 +23,10 @@ from quire.request.scheduling_params import SchedulingParams
 from quire.worker.kv_cache import KVCache, KVLayout
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
+from tests.fixtures.scheduler_world import LIMITS, SchedulerWorld
 from tests.fixtures.states import SumModel, SumsAlone, WindowedSumModel
 from tests.unit.test_engine import random_prompts
 from tests.unit.test_oracle_matrix import GREEDY, PROMPTS, engine, ids, small_pool
-from tests.unit.test_scheduler_features_property import LIMITS, World
 
 
 def states(*layers: int) -> KVGroup:
@@ -261,7 +261,7 @@ def test_a_beam_that_waits_for_another_is_swapped_with_the_state_it_has() -> Non
     engine.runner.tiers.close()
 
 
-class Turns(World):
+class Turns(SchedulerWorld):
     """Requests that often begin as others, answers included, have begun."""
 
     def add(self) -> None:
@@ -309,20 +309,15 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(name: str, num_operations: int, seed: int) -> World:
+def run(name: str, num_operations: int, seed: int) -> Turns:
     world = Turns(seed, **{**LIMITS, "groups": HYBRID, **WORLDS[name]})
-    try:
-        for _ in range(num_operations):
-            world.operate()
-        world.finish()
-    finally:
-        world.close()
+    world.run(num_operations)
     return world
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_whatever_happens_each_row_begins_with_its_state(name: str) -> None:
-    """Aborts, failed steps and rows, deadlines, resets, priorities, choices, beams; see World."""
+    """Aborts, failed steps and rows, deadlines, resets, priorities, choices, beams; see SchedulerWorld."""
     world = run(name, 3000, seed=5)
     seen, stats = world.seen, world.scheduler.stats()
     assert seen["copies"] and seen["beam search"] and seen["cancelled"] and seen["failed steps"], seen
