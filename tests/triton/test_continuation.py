@@ -24,20 +24,18 @@ from quire.request.scheduling_params import SchedulingParams
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.fake_runner import FakeRunner, generate_choices_alone, prompt_logprobs_alone
-from tests.fixtures.mortal_engine import EngineDeathError, Frontend
+from tests.fixtures.fake_runner import FakeRunner, generate_choices_alone
+from tests.fixtures.mortal_engine import (
+    MAX_MODEL_LEN,
+    TENSORS,
+    EngineDeathError,
+    Frontend,
+    RandomRequests,
+    Sender,
+    answers,
+    fake_core,
+)
 from tests.fixtures.waiting import wait_until
-
-MAX_MODEL_LEN = 200
-Sender = fake_pb_utils.ResponseSender
-TENSORS = frozenset({"text_output", "output_ids", "finish_reason", "index", "batch_index", "logprobs"})
-
-
-def fake_core(**options: Any) -> Callable[[], EngineCore]:
-    config = EngineConfig.from_mapping(
-        {"model": "fake", "block_size": 4, "max_num_seqs": 24, "max_num_batched_tokens": 32, **options}
-    )
-    return lambda: EngineCore(config, RunnerExecutor(FakeRunner(256, 4, max_model_len=MAX_MODEL_LEN)))
 
 
 @pytest.fixture
@@ -47,40 +45,6 @@ def frontend() -> Iterator[Frontend]:
     made.close()
 
 
-def answers(sender: Sender) -> dict[tuple[int, int], dict[str, Any]]:
-    """What each (prompt, choice) has brought in all: every response once, and one FINAL."""
-    assert sender.final.is_set()
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    for response in sender.responses:
-        assert response.error is None, response.error.message()
-        tensors = response.tensors
-        key = int(tensors.get("batch_index", [0])[0]), int(tensors.get("index", [0])[0])
-        one = found.setdefault(key, {"ids": [], "text": "", "logprobs": [], "reason": ""})
-        assert not one["reason"], "nothing follows the end of a choice"
-        one["ids"] += [int(token) for token in tensors["output_ids"]]
-        one["text"] += response.text
-        one["reason"] = tensors["finish_reason"][0].decode()
-        one["logprobs"] += msgspec.json.decode(tensors["logprobs"][0]) if "logprobs" in tensors else []
-        if "prompt_logprobs" in tensors:
-            assert "prompt_logprobs" not in one, "told twice"
-            one["prompt_logprobs"] = msgspec.json.decode(tensors["prompt_logprobs"][0])
-        if "cumulative_logprob" in tensors:
-            one["sum"] = float(tensors["cumulative_logprob"][0])
-    return found
-
-
-KINDS = [
-    SamplingParams(ignore_eos=True),
-    SamplingParams(seed=7),
-    SamplingParams(n=3, seed=5),
-    SamplingParams(n=2, seed=11, logprobs=1, ignore_eos=True),
-    SamplingParams(best_of=3, n=2, seed=2),
-    SamplingParams(beam_width=3, n=2),
-    SamplingParams(prompt_logprobs=0, logprobs=0),
-    SamplingParams(min_tokens=9, stop_token_ids=(3, 4, 5)),
-]
-
-
 @pytest.mark.row("F17")
 @pytest.mark.parametrize("seed", range(24))
 def test_whenever_engines_die_all_requests_end_as_if_none_had(seed: int) -> None:
@@ -88,19 +52,10 @@ def test_whenever_engines_die_all_requests_end_as_if_none_had(seed: int) -> None
     between choices' ends, with the last message lost; while requests wait."""
     rng = random.Random(seed)
     frontend = Frontend(fake_core(num_blocks=256))
-    asked: list[tuple[Sender, list[list[int]], SamplingParams]] = []
-    waiting = 14
+    requests = RandomRequests(frontend, rng, most_prompts=2)
     try:
-        while waiting or not all(sender.final.is_set() for sender, _, _ in asked):
-            if waiting and rng.random() < 0.3:
-                waiting -= 1
-                params = msgspec.structs.replace(rng.choice(KINDS), max_tokens=rng.randrange(9, 40))
-                prompts = [
-                    [rng.randrange(1, 50) for _ in range(rng.randrange(1, 50))]
-                    for _ in range(rng.choice((1, 1, 2)))
-                ]
-                sender = frontend.submit(prompts, params, outputs=TENSORS, final_outputs=TENSORS)
-                asked.append((sender, prompts, params))
+        while not requests.are_over:
+            requests.ask()
             for _ in range(rng.randrange(4)):
                 frontend.engine.step()
             if rng.random() < 0.2:
@@ -109,23 +64,7 @@ def test_whenever_engines_die_all_requests_end_as_if_none_had(seed: int) -> None
             elif rng.random() < 0.7:
                 frontend.turn()
         assert frontend.engine.num_deaths > 2
-        for sender, prompts, params in asked:
-            found = answers(sender)
-            assert len(found) == len(prompts) * params.n
-            for item, prompt in enumerate(prompts):
-                expected = generate_choices_alone(prompt, params, MAX_MODEL_LEN)
-                got = [(found[item, index]["ids"], found[item, index]["reason"]) for index in range(params.n)]
-                assert got == expected, (params, item)
-                if params.logprobs is not None:
-                    for index in range(params.n):
-                        drawn = [entry["token_id"] for entry in found[item, index]["logprobs"]]
-                        assert drawn == found[item, index]["ids"]
-                if params.prompt_logprobs is not None:
-                    told = found[item, 0]["prompt_logprobs"]
-                    alone = prompt_logprobs_alone(prompt)
-                    assert [entry and entry["logprob"] for entry in told] == [
-                        entry and pytest.approx(entry.logprobs[0]) for entry in alone
-                    ]
+        requests.check()
         frontend.engine.core.scheduler.check_integrity()
         stats = frontend.engine.core.stats()
         assert stats.num_free_blocks == 256 and stats.num_running == stats.num_waiting == 0

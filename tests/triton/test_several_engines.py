@@ -39,9 +39,17 @@ from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
 from tests.fixtures.fake_runner import generate_choices_alone  # noqa: E402
 from tests.fixtures.frontend import Ended, join_restarter  # noqa: E402
-from tests.fixtures.mortal_engine import Frontend, MortalEngine  # noqa: E402
+from tests.fixtures.mortal_engine import (  # noqa: E402
+    MAX_MODEL_LEN,
+    TENSORS,
+    Frontend,
+    MortalEngine,
+    RandomRequests,
+    Sender,
+    answers,
+    fake_core,
+)
 from tests.fixtures.waiting import wait_until  # noqa: E402
-from tests.triton.test_continuation import KINDS, MAX_MODEL_LEN, TENSORS, Sender, answers, fake_core  # noqa: E402
 from tests.triton.test_responder import SteppedRunner  # noqa: E402
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -91,20 +99,12 @@ def test_whenever_either_engine_dies_all_requests_end_as_if_none_had(seed: int) 
     """Prompts of one request may be in different engines; both may be dead at the same time."""
     rng = random.Random(seed)
     frontend = Frontend(fake_core(num_blocks=256), num_engines=2)
-    asked: list[tuple[Sender, list[list[int]], SamplingParams]] = []
-    waiting = 14
+    requests = RandomRequests(frontend, rng, most_prompts=3)
     dead: set[int] = set()
     try:
-        while waiting or not all(sender.final.is_set() for sender, _, _ in asked):
-            if waiting and frontend.client.is_up and rng.random() < 0.3:
-                waiting -= 1
-                params = msgspec.structs.replace(rng.choice(KINDS), max_tokens=rng.randrange(9, 40))
-                prompts = [
-                    [rng.randrange(1, 50) for _ in range(rng.randrange(1, 50))]
-                    for _ in range(rng.choice((1, 1, 3)))
-                ]
-                sender = frontend.submit(prompts, params, outputs=TENSORS, final_outputs=TENSORS)
-                asked.append((sender, prompts, params))
+        while not requests.are_over:
+            if frontend.client.is_up:
+                requests.ask()
             for engine in frontend.engines:
                 for _ in range(rng.randrange(3)):
                     engine.step()
@@ -118,11 +118,7 @@ def test_whenever_either_engine_dies_all_requests_end_as_if_none_had(seed: int) 
             if rng.random() < 0.7:
                 frontend.turn()
         assert sum(engine.num_deaths for engine in frontend.engines) > 2
-        for sender, prompts, params in asked:
-            found = answers(sender)
-            for item, prompt in enumerate(prompts):
-                got = [(found[item, index]["ids"], found[item, index]["reason"]) for index in range(params.n)]
-                assert got == generate_choices_alone(prompt, params, MAX_MODEL_LEN), (params, item)
+        requests.check()
         for number, engine in enumerate(frontend.engines):
             if number not in dead:
                 engine.core.scheduler.check_integrity()
