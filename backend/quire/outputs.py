@@ -206,7 +206,7 @@ class RunnerInfo:
     may find them."""
     hidden_size: int = 0
     deepstack_levels: int = 0
-    """See `DecoderConfig`."""
+    """Layers, from the first on, behind which the rows of images add to the hidden states once more."""
     pooling: Pooling = field(default_factory=Pooling)
     takes_position_ids: bool = False
     """Whether positions of prompts may have three axes (M-RoPE)."""
@@ -277,7 +277,7 @@ class WaitingCounts(msgspec.Struct, frozen=True):
     choices: int = 0
     """They wait for other sequences of their own request."""
     tenant: int = 0
-    """They wait until their tenant has fewer running requests or tokens than it may have."""
+    """They wait until their tenant has fewer running requests than it may have."""
     adapter: int = 0
     """They wait for a slot for their adapter, or for its weights."""
     seats: int = 0

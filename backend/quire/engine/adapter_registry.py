@@ -278,7 +278,7 @@ class AdapterRegistry:
             self._weights.popitem(last=False)
 
     def _find_weights(self, adapter: Adapter) -> AdapterWeights | None:
-        """See AdapterSlots."""
+        """Weights of an adapter that is in host memory; else begins to read them, and returns None."""
         found = self._weights.get(adapter)
         if found is not None:
             self._weights.move_to_end(adapter)

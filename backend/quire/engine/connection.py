@@ -44,7 +44,7 @@ def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[En
     One that is stuck is killed for that: if it has no other frontend, nobody else watches it.
 
     Raises:
-        QuireError: as of `EngineSupervisor.ensure` and `EngineConnection.hello`.
+        QuireError: none can be started (`EngineSupervisor.ensure`), or the running one does not answer.
     """
     watchdog_s = supervisor.config.scheduler.watchdog_s
     for attempts_left in reversed(range(CONNECT_ATTEMPTS)):

@@ -158,7 +158,7 @@ class EngineCore:
 
         Args:
             num_deaths: of engines that had it; above 0 it goes on, whatever the queue's limits are.
-            outputs: as of `Scheduler.add_request`.
+            outputs: tokens that open choices had from the engine before; None: it told of none.
             adapter: name of the LoRA adapter; empty: none.
             adapter_digest: hexadecimal, of the content that a request which goes on needs; empty: any.
 
@@ -371,7 +371,7 @@ class EngineCore:
         Cached prefixes, pins and the host tier are forgotten; what a disk or a connector has is found again.
 
         Args:
-            meanwhile: as of `step`.
+            meanwhile: called while another thread works, with the future of that.
 
         Returns:
             Resident bytes of this process before and after (`resident_bytes_before`, `resident_bytes`).
@@ -394,7 +394,7 @@ class EngineCore:
         """Takes requests again, with the same weights.
 
         Args:
-            meanwhile: as of `step`.
+            meanwhile: called while another thread works, with the future of that.
 
         Raises:
             QuireError: the weights cannot be loaded; it sleeps on then, and `wake` may be tried again.

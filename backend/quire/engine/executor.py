@@ -79,7 +79,7 @@ class RunnerExecutor:
     """An Executor of one runner.
 
     Args:
-        depth: see `Executor`.
+        depth: steps that may be under way when the oldest is waited for.
         threaded: the runner works on a thread of its own; else on the caller's, and collect() returns when it
             is done.
     """

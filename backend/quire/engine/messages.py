@@ -118,7 +118,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     adapters: list[AdapterStatus] = []
     """The LoRA adapters at the time; later ones come with `Stats`."""
     deepstack_levels: int = 0
-    """See `DecoderConfig`."""
+    """Layers, from the first on, behind which the rows of images add to the hidden states once more."""
 
     @property
     def embeds_size(self) -> int:

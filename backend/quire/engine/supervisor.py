@@ -124,7 +124,8 @@ class EngineSupervisor:
         that has the directory locked, which starts it.
 
         Raises:
-            QuireError: as of `ensure`, but for what the engine says.
+            QuireError: the directory cannot be used, there is another checkpoint in the place of the one that
+                this frontend was loaded with, or the engine was told to stop.
         """
         with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
             self._running(directory)

@@ -54,7 +54,7 @@ class ParsedRequest:
     is_chat: bool = False
     """Whether the prompt was chat messages."""
     num_best: int = 0
-    """Choices to tell, as of `split_ranking`."""
+    """Number of best choices to answer with; 0: all."""
     new_answer: Callable[[], Answer] | None = None
     """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
     skips_empty: bool = False

@@ -78,7 +78,7 @@ class RequestHandle:
     decoder: TokenDecoder | None = None
     """Tells the texts of tokens in log-probabilities; None: there is no tokenizer."""
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
-    """See `RequestTraces.context_of`."""
+    """W3C trace contexts: of the caller, and of Triton's own span; each empty where there is none."""
     _error: Any | None = None
     """The response that ends the request, where it could not be sent yet."""
 

@@ -142,7 +142,12 @@ class RequestParser:
         self._reader = RequestReader(info, config, batched=batched)
 
     def read(self, request: Any) -> RawRequest:
-        """Copies a `pb_utils.InferenceRequest`; errors as of `RequestReader.read`."""
+        """Copies a `pb_utils.InferenceRequest`.
+
+        Raises:
+            InvalidArgumentError: a text is not UTF-8, or something is larger than any that could be right.
+            UnavailableError: the embeddings of all requests would take more memory than they may.
+        """
         return self._reader.read(request)
 
     def parse(self, raw: RawRequest) -> ParsedRequest:

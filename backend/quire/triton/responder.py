@@ -54,7 +54,7 @@ class Responder(threading.Thread):
         num_frontends: how many share the engine's cores.
         model: name of the Triton model, for observers.
         observers: told of the end of each request.
-        max_pause_s: see `FrontendConfig`.
+        max_pause_s: how long a request waits for the next engine; 0: it ends at once.
         drain: of the model.
         results: keeps what the engine answers; None: nothing does.
         meter: told of the responses of streams.

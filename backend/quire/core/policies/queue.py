@@ -125,7 +125,8 @@ class FCFSQueue(QueuePolicy):
     candidates(): O(k log n) for k requests looked at.
 
     Args:
-        may_run, cached_tokens: as of make_queue.
+        may_run: whether the tenant of a request may have one more running.
+        cached_tokens: how many tokens at the beginning of a request the cache holds now.
         ageing_s: seconds of waiting that the subclass weighs; 0: no ageing.
     """
 

@@ -27,7 +27,7 @@ class Continuation:
         queue: is given what ends while there is no engine.
         ends: ends what does not go on.
         engine: the next one gets what goes on.
-        max_pause_s: see `FrontendConfig`.
+        max_pause_s: how long a request waits for the next engine; 0: it ends at once.
     """
 
     def __init__(
