@@ -993,6 +993,16 @@ _FRONTEND = (
         ("tests/unit/test_kv_events.py::test_replay_gives_what_is_still_kept",),
     ),
     Mutant(
+        "a wait for signals that is interrupted has found one",
+        "backend/quire/server/serve.py",
+        "return found if found > 0 else None",
+        "return found or None",
+        (
+            "tests/unit/test_serve.py"
+            "::test_a_wait_that_is_interrupted_until_its_time_is_over_has_found_no_signal",
+        ),
+    ),
+    Mutant(
         "metrics listen on every address",
         "backend/quire/server/serve.py",
         '        ("metrics-address", of_http),\n',

@@ -317,18 +317,43 @@ def test_engines_are_told_to_stop_until_the_server_ends(
     """Once was too early for one that was being started then, and died: streams waited for the next."""
     told, now = list[Path](), [100.0]
 
-    def wait(_: object, seconds: float) -> None:
+    def wait(seconds: float) -> None:
         now[0] += seconds
 
     monkeypatch.setattr(serve, "_stop_engines", told.append)
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(signal, "sigtimedwait", wait)
+    monkeypatch.setattr(serve, "_next_signal", wait)
     run = object.__new__(serve.ServerRun)
     run._drain_until, run._deadline, run._gateway = 0.0, math.inf, None
     run._files = SimpleNamespace(directory=tmp_path)  # type: ignore[assignment]
     for _ in range(3):
         assert run._handle_signal(SimpleNamespace(returncode=None), 10.0) is None  # type: ignore[arg-type]
     assert len(told) == 3
+
+
+def test_a_wait_that_is_interrupted_until_its_time_is_over_has_found_no_signal() -> None:
+    """A start that was stopped and continued, by a debugger say, ended: what CPython returned then was taken
+    for a signal to stop."""
+    limit_s, ends = 0.2, list[float]()
+
+    def is_over() -> bool:
+        return time.monotonic() > ends[-1]
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: wait_until(is_over))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, serve._SIGNALS)
+    us = threading.get_ident()
+    try:
+        for _ in range(5):
+            ends.append(time.monotonic() + 2 * limit_s)
+            interrupter = threading.Timer(limit_s / 4, signal.pthread_kill, (us, signal.SIGUSR1))
+            interrupter.start()
+            assert serve._next_signal(limit_s) is None
+            interrupter.join()
+        signal.pthread_kill(us, signal.SIGHUP)
+        assert serve._next_signal(60.0) == signal.SIGHUP
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_stop_holds_where_a_stub_is_lost_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:

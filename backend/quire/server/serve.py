@@ -414,10 +414,10 @@ class ServerRun:
             self._gateway.start()
             due = math.inf
         next_s = min(self._drain_until, self._deadline, due) - now
-        received = signal.sigtimedwait(_SIGNALS, min(timeout_s, next_s))
+        received = _next_signal(min(timeout_s, next_s))
         if received is None:
             return None
-        if received.si_signo == signal.SIGCHLD:
+        if received == signal.SIGCHLD:
             return _reap(process, self._gateway)
         if not self._stopping:
             now = time.monotonic()
@@ -484,6 +484,22 @@ class ServerRun:
                 os.fchmod(handle, 0o644)
                 file.write(self._ready_text)
             Path(unfinished).replace(path)
+
+
+def _next_signal(timeout_s: float) -> int | None:
+    """The next of `_SIGNALS`, which are blocked; None: the time is over, or the wait was interrupted.
+
+    Not by `signal.sigtimedwait`: where the time is over when a process that was stopped is continued, CPython
+    returns memory that nobody has written, which is taken for a signal.
+    """
+    libc = ctypes.CDLL(None)
+    wanted = (ctypes.c_ulong * 16)()  # a sigset_t
+    for number in _SIGNALS:
+        libc.sigaddset(wanted, number)
+    seconds, rest = divmod(max(0.0, timeout_s), 1.0)
+    limit = (ctypes.c_long * 2)(int(seconds), int(rest * 1e9))  # a timespec
+    found = int(libc.sigtimedwait(wanted, None, limit))
+    return found if found > 0 else None
 
 
 def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | None:
