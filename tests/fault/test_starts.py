@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -67,9 +69,10 @@ class WaitingModel:
 
     def stub(self, index: int) -> psutil.Process:
         """The stub that is the so-manyth to come to the place, once it is there."""
-        return until(lambda: psutil.Process(found[index]) if len(found := self._found()) > index else None)
+        return until(lambda: psutil.Process(found[index]) if len(found := self.pids()) > index else None)
 
-    def _found(self) -> list[int]:
+    def pids(self) -> list[int]:
+        """Of all stubs that have come to the place: those of lost ones, too."""
         return [int(line) for line in self._pids.read_text().split()] if self._pids.exists() else []
 
     def go(self) -> None:
@@ -86,10 +89,11 @@ def until(condition: Callable[[], T | None]) -> T:
 
 
 def taken_for_dead(stub: psutil.Process) -> None:
-    """Stops a stub until its server does no more than wait for its end."""
-    server = stub.ppid()
-    stub.suspend()
-    until(lambda: stub.pid in awaited_stubs(server) or None)
+    """Stops a stub until its server does no more than wait for its end, if it has not been lost by itself."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server = stub.ppid()
+        stub.suspend()
+        until(lambda: stub.pid in awaited_stubs(server) or not stub.is_running() or None)
 
 
 @pytest.mark.parametrize("losses", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -106,10 +110,11 @@ def test_a_stub_that_is_taken_for_dead_does_not_hold_up_the_start(
         served = pool.submit(serve_repository, model.repository)
         for index in range(losses):
             taken_for_dead(model.stub(index))
-        stub = model.stub(losses)
+        model.stub(losses)
         model.go()
         server = served.result(WAIT_S)
-    assert stub in server.descendants()
+    last = model.pids()[-1]  # on a machine that stood still more were lost
+    assert last in [process.pid for process in server.descendants()]
     server.end()
     assert server.leftovers() == []
 
@@ -132,14 +137,15 @@ def test_a_start_that_does_not_end_is_reported(tmp_path: Path) -> None:
     server = ServerProcess(model.repository, tmp_path, startup_timeout_s=math.inf, report_s=math.inf)
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(server.start)
-        stub = model.stub(0)
+        model.stub(0)
         server.report_s = 0.0
         until(lambda: server.report or None)
         server.startup_timeout_s = 0.0
         with pytest.raises(AssertionError, match="not ready in") as caught:
             started.result(WAIT_S)
     shown = str(caught.value)
-    assert f"{stub.pid} sleeping" in shown
+    shown_pids = {int(pid) for pid in re.findall(r"^(\d+) [\w-]+, [\d.]+ s of CPU: ", shown, re.MULTILINE)}
+    assert shown_pids & {*model.pids()}
     assert "TritonPythonModel.initialize (" in shown
     assert "/v2/repository/index: " in shown
 
