@@ -370,6 +370,31 @@ def test_a_stop_holds_where_a_stub_is_lost_at_the_same_moment(monkeypatch: pytes
     assert not run._wait_ready(SimpleNamespace(pid=1, returncode=None), 0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("number", "load_retries", "starts_again"),
+    [
+        (signal.SIGABRT, 0, True),
+        (signal.SIGSEGV, 0, True),
+        (signal.SIGABRT, 8, False),
+        (signal.SIGKILL, 0, False),
+    ],
+)
+def test_a_first_start_in_which_the_server_crashes_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, number: int, load_retries: int, starts_again: bool
+) -> None:
+    """On a machine that stood still a lost stub ended it before the stub was looked for: the start failed."""
+    monkeypatch.setattr(serve, "LostStubs", lambda *_: SimpleNamespace(suspects=[]))
+    run = object.__new__(serve.ServerRun)
+    run._deadline, run._load_retries = math.inf, load_retries
+    monkeypatch.setattr(run, "_handle_signal", lambda process, _: process.returncode)
+    process = SimpleNamespace(pid=1, returncode=-number)
+    if starts_again:
+        with pytest.raises(serve.StubLostError, match="tritonserver has crashed while models were loading"):
+            run._wait_ready(process, 0)  # type: ignore[arg-type]
+    else:
+        assert not run._wait_ready(process, 0)  # type: ignore[arg-type]
+
+
 def test_an_engine_that_has_died_is_not_replaced_while_the_server_ends(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir(mode=0o700)
     with RuntimeDirectory.locked(tmp_path / "engine") as directory:

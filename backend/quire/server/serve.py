@@ -76,6 +76,8 @@ IDLE_S = 3600.0
 """Seconds of a wait for signals where nothing else is to be done."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
+"""Statuses of a server that a lost stub may have ended before a look has found the stub."""
 PORT = click.IntRange(0, 65535)
 _LISTENING = tuple(f"--{name}-{what}" for name in ("http", "grpc", "metrics") for what in ("port", "address"))
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -267,11 +269,14 @@ def server_arguments(
 
 
 class StubLostError(UnavailableError):
-    """A start would not have come to an end: tritonserver waits for a stub that does not end."""
+    """A start would not have come to an end: tritonserver waits for a stub that does not end.
+
+    Without names it has crashed, as it may of a lost stub."""
 
     def __init__(self, names: Sequence[str]) -> None:
+        what = f"lost {', '.join(names)}" if names else "crashed"
         super().__init__(
-            f"tritonserver has lost {', '.join(names)} while models were loading: the machine is too busy, "
+            f"tritonserver has {what} while models were loading: the machine is too busy, "
             "was paused, or has killed it, or it ended by itself, for a reason that is above"
         )
 
@@ -436,7 +441,8 @@ class ServerRun:
         stubs = LostStubs(process.pid, KILL_GRACE_S if self._load_retries else GRACE_S)
         while not self._stopping:
             if self._handle_signal(process, READY_POLL_S) is not None:
-                if process.returncode < 0 and stubs.suspects:
+                is_first_crash = process.returncode in _CRASHES and not self._load_retries
+                if is_first_crash or (process.returncode < 0 and stubs.suspects):
                     raise StubLostError(stubs.suspects)
                 return False
             if self._stopping:  # a stub may be lost at the same moment
