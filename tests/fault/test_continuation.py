@@ -124,7 +124,7 @@ def test_one_answer_that_is_not_streamed_outlives_its_engine(mortal: ServerProce
     inputs = {"text_input": "hello", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": False}
     released = tmp_path / "released"
     released.touch()
-    inputs |= paced_input(released)
+    inputs |= paced_input(released, 0.1)
 
     def answer() -> list[int] | None:
         """None: an engine has died before this test, and this frontend has yet to find the next one."""
