@@ -83,6 +83,7 @@ BROKEN = "raise RuntimeError('this model is broken on purpose')\n"
 STOP_LIMIT_S = 240.0
 """For what takes some 2 s, however busy the machine is; the sleeper would sleep for longer."""
 PATIENT = "--exit-timeout=600"
+"""For what is to end with status 0, which tritonserver does not where it takes longer."""
 
 
 def write_model(repository: Path, name: str, source: str) -> Path:
@@ -452,7 +453,7 @@ def test_nohup_keeps_its_word(serve_repository: ServeRepository, tmp_path: Path)
     """A signal that is ignored was waited for all the same: the end of a terminal ended the server."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        server = serve_repository(write_model(tmp_path / "repository", "identity", IDENTITY))
+        server = serve_repository(write_model(tmp_path / "repository", "identity", IDENTITY), PATIENT)
     finally:
         signal.signal(signal.SIGHUP, before)
     os.kill(server.pid, signal.SIGHUP)
@@ -466,7 +467,7 @@ def test_the_gateway_beside_the_server_starts_again_and_ends_with_it(
     serve_repository: ServeRepository, tmp_path: Path
 ) -> None:
     repository = write_model(tmp_path / "repository", "identity", IDENTITY)
-    server = serve_repository(repository, "--openai-port=0")
+    server = serve_repository(repository, "--openai-port=0", PATIENT)
     base = f"http://{json.loads(server.ready_file.read_text('utf-8'))['openai']}"
 
     def is_healthy() -> bool:
@@ -482,7 +483,7 @@ def test_the_gateway_beside_the_server_starts_again_and_ends_with_it(
     gateway.wait()
     wait_until(is_healthy)
     (gateway,) = server.running("quire_client.cli")
-    server.stop()
+    server.stop(STOP_LIMIT_S)
     assert server.returncode == 0 and server.leftovers() == []
     assert not gateway.is_running()
 
