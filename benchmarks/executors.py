@@ -1,4 +1,4 @@
-"""What a step costs by who computes it: the caller's thread, a thread, or a worker process.
+"""What a step costs by who computes it: the caller's thread, a thread, or two ranks.
 
 A model of two layers of 64 features, so that what is measured is the way to it and back. All three engines
 decode the same requests, in turns.
@@ -21,7 +21,7 @@ SHAPE = Shape(
 KINDS = {
     "inline": {},
     "thread": {"threaded": True},
-    "worker process": {"threaded": True, "worker_process": True},
+    "two ranks": {"threaded": True, "tensor_parallel_size": 2},
 }
 
 

@@ -92,8 +92,6 @@ class ModelConfig:
     logits_processors: dict[str, str] = field(default_factory=dict)
     """Code that requests may name to change their logits: name to "file.py:Class", in the model's version
     directory, or "package.module:Class". What is not listed is not imported."""
-    worker_process: bool = False
-    """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Processes (ranks) that compute the model together, each its part of every layer: on GPUs one on each,
     else with its share of the cores. It must divide the numbers of heads and of inner features."""
@@ -102,11 +100,6 @@ class ModelConfig:
     fake_step_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     """For benchmarks alone: no model is loaded or computed, a step takes so many milliseconds, and the tokens
     mean nothing; of the checkpoint only its config.json and tokenizer are read. 0: off."""
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether other processes than the engine's compute."""
-        return self.worker_process or self.tensor_parallel_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,8 +51,8 @@ ENGINE_TESTS = [
     "kv_cache",
 ]
 OF_A_CPU = [
-    # A stand-in for CUDA graphs, and a worker process, which is of a CPU.
-    *("recorded", "worker", "padding_reads", "one_launch", "not_finite_end", "eager"),
+    # A stand-in for CUDA graphs, and ranks, each of which needs a GPU.
+    *("recorded", "ranks", "padding_reads", "one_launch", "not_finite_end", "eager"),
     # The same bits for any batch; hooks that graphs do not call; steps that are not one ahead.
     *(
         "alone_and",

@@ -130,48 +130,44 @@ def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: Server
 
 
 @pytest.mark.row("F1", clauses=("dead",))
-def test_a_killed_worker_takes_its_engine_along_and_both_come_back(
+def test_a_killed_rank_takes_its_engine_along_and_all_come_back(
     tmp_path: Path, serve_repository: Any
 ) -> None:
-    """While streams run, of two ranks one, while the other waits for it; and while nobody asks for anything.
-    A killed engine leaves no worker."""
-    num_ranks = {"one": 1, "two": 2}
-    for model, ranks in num_ranks.items():
-        checkpoint = make_checkpoint("llama", tmp_path / model)
-        options = {**OPTIONS, **PACED, "worker_process": True, "tensor_parallel_size": ranks}
-        write_generator(tmp_path / "repository", model, checkpoint, **options, max_pause_s=0)
+    """While streams run, when the other rank waits for it; and while nobody asks for anything. A killed
+    engine leaves no rank."""
+    checkpoint = make_checkpoint("llama", tmp_path / "ranks")
+    options = {**OPTIONS, **PACED, "tensor_parallel_size": 2}
+    write_generator(tmp_path / "repository", "ranks", checkpoint, **options, max_pause_s=0)
     server: ServerProcess = serve_repository(tmp_path / "repository", env=PACED_ENV)
     short = {**SHORT, "ignore_eos": True}
-    before = {model: stream(server.grpc_url, model, short).token_ids for model in num_ranks}
+    before = stream(server.grpc_url, "ranks", short).token_ids
 
-    def engine_and_workers(model: str, *gone: psutil.Process) -> list[psutil.Process]:
+    def engine_and_ranks(*gone: psutil.Process) -> list[psutil.Process]:
         """Those of the next engine, which answers as the first one did."""
 
         def answer() -> Reply | None:
-            reply = stream(server.grpc_url, model, short)
+            reply = stream(server.grpc_url, "ranks", short)
             assert reply.error is None or "engine" in str(reply.error)
             return reply if reply.error is None else None
 
         reply = wait_until(answer, "the engine did not come back")
-        assert reply is not None and reply.token_ids == before[model]
-        engine = engine_of(server, tmp_path / model)
-        workers = [one for one in engine.children() if "quire.worker.process" in one.cmdline()]
-        assert len(workers) == num_ranks[model] and not {engine, *workers} & set(gone)
-        return [engine, *workers]
+        assert reply is not None and reply.token_ids == before
+        engine = engine_of(server, checkpoint)
+        ranks = [one for one in engine.children() if "quire.worker.process" in one.cmdline()]
+        assert len(ranks) == 2 and not {engine, *ranks} & set(gone)
+        return [engine, *ranks]
 
-    two = engine_and_workers("two")
-    calls = start_streams(server, 4, {**HELD, "max_tokens": 1000}, "two")
-    two[-1].kill()
+    first = engine_and_ranks()
+    calls = start_streams(server, 4, {**HELD, "max_tokens": 1000}, "ranks")
+    first[-1].kill()
     assert all(reply.error is not None for reply in read_all(calls))
-    two = engine_and_workers("two", *two)
-    one = engine_and_workers("one")
-    one[-1].kill()
-    wait_for_end(one[0])
-    one = engine_and_workers("one", *one)
-    for engine, *workers in (one, two):
-        engine.kill()
-        for worker in workers:
-            wait_for_end(worker)
+    second = engine_and_ranks(*first)
+    second[-1].kill()
+    wait_for_end(second[0])
+    engine, *ranks = engine_and_ranks(*second)
+    engine.kill()
+    for rank in ranks:
+        wait_for_end(rank)
     server.stop()
     assert server.leftovers() == []
 

@@ -212,11 +212,6 @@ def test_recorded_steps_go_on_beside_drafts(checkpoint: Path, other: Path, draft
 
 
 @pytest.mark.row("E23")
-def test_a_worker_of_its_own(checkpoint: Path) -> None:
-    assert share(compare(checkpoint, checkpoint, PARAMS["seeded"], worker_process=True)) > 0.8
-
-
-@pytest.mark.row("E23")
 def test_adapters_change_the_target_alone(checkpoint: Path, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

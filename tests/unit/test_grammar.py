@@ -239,7 +239,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ahead, preempted": {
         "async_scheduling": True, "num_blocks": 30, "block_size": 8, "max_model_len": 160, "max_num_seqs": 6,
     },
-    "in a process": {"worker_process": True},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 1},
 }  # fmt: skip
 

@@ -148,9 +148,9 @@ GREEDY: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
     [
         {"num_draft_tokens": 4},
         {"num_draft_tokens": 4, "async_scheduling": True},
-        {"worker_process": True, "preemption_mode": "swap", "host_cache_memory": "16MiB", "num_blocks": 18},
+        {"preemption_mode": "swap", "host_cache_memory": "16MiB", "num_blocks": 18},
     ],
-    ids=["drafts", "drafts ahead", "worker process"],
+    ids=["drafts", "drafts ahead", "swapped"],
 )
 def test_engines_of_every_kind_equal_transformers(
     checkpoints: dict[str, Path], greedy: list[list[int]], options: dict[str, Any]
@@ -161,7 +161,7 @@ def test_engines_of_every_kind_equal_transformers(
         outputs = llm.generate(PROMPTS, SamplingParams(n=3, **GREEDY))
     assert ids(outputs) == greedy
     assert all(other.token_ids == one.token_ids for one in outputs for other in one.others)
-    scheduler, is_swapped = llm.core.scheduler, "worker_process" in options
+    scheduler, is_swapped = llm.core.scheduler, "preemption_mode" in options
     assert (llm.core.stats().num_swaps > 0) == is_swapped == (scheduler.num_accepted_drafts == 0)
     llm.core.close()
 

@@ -133,7 +133,6 @@ def test_a_batch_of_three_adapters_and_the_base(adapted: Adapted) -> None:
             "host_cache_memory": "8MiB",
             "async_scheduling": True,
         },
-        {"worker_process": True},
         {"max_loras": 1},
     ],
     ids=lambda options: "-".join(options),
@@ -477,12 +476,11 @@ def test_after_a_sleep(llama: Adapted) -> None:
         llm.core.wake()
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_an_engine_that_sleeps_loads_and_unloads(llama: Adapted, tmp_path: Path, is_apart: bool) -> None:
+def test_an_engine_that_sleeps_loads_and_unloads(llama: Adapted, tmp_path: Path) -> None:
     """It made a step for that, which told a runner without a batch to drop the rows of requests long ended:
     the step failed, and the engine with it. The next one was awake, with memory that others had by then."""
     shutil.copytree(llama.modules["c"], tmp_path / "late")
-    llm = start(llama, lora_root=str(tmp_path), worker_process=is_apart)
+    llm = start(llama, lora_root=str(tmp_path))
     core = llm.core
     run(llm, ["a"])
     core.sleep()

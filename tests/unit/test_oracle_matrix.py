@@ -76,7 +76,6 @@ AHEAD: dict[str, dict[str, Any]] = {
     "in turns": {},
     "launched ahead": {"async_scheduling": True},
     "recorded": {"async_scheduling": True},
-    "worker process": {"worker_process": True},
     "two ranks": {"tensor_parallel_size": 2},
 }
 """How steps follow each other; "recorded": as CUDA graphs, of torch's operations."""
@@ -84,7 +83,7 @@ AHEAD: dict[str, dict[str, Any]] = {
 
 def starts_processes(options: dict[str, Any]) -> bool:
     """Whether an engine with these options takes seconds to start."""
-    return bool(options.keys() & {"worker_process", "tensor_parallel_size"})
+    return "tensor_parallel_size" in options
 
 
 def each_way(names: str, cases: Sequence[Any], few: Sequence[Any]) -> pytest.MarkDecorator:

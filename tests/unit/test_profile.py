@@ -54,12 +54,9 @@ def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.row("G26", clauses=("profile", "roofline"))
-@pytest.mark.parametrize("worker_process", [False, True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_file_with_phases_and_rooflines(
-    checkpoint: Path, tmp_path: Path, worker_process: bool, async_scheduling: bool
-) -> None:
-    llm = make_llm(checkpoint, worker_process=worker_process, async_scheduling=async_scheduling)
+def test_a_file_with_phases_and_rooflines(checkpoint: Path, tmp_path: Path, async_scheduling: bool) -> None:
+    llm = make_llm(checkpoint, async_scheduling=async_scheduling)
     plain = llm.generate([PROMPT, PROMPT[1:]], EIGHT)
     begin = time.monotonic()
     with llm.profile(tmp_path / "trace.json"):

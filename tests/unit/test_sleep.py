@@ -35,11 +35,10 @@ def answers(llm: LLM) -> list[list[int]]:
         ("llama", {}),
         ("qwen3", {"quantization": "w8a8"}),
         ("gemma3", {"kv_cache_dtype": "int8"}),
-        ("llama", {"worker_process": True}),
         ("llama", {"tensor_parallel_size": 2}),
         ("llama", {"async_scheduling": True, "host_cache_memory": "1MiB"}),
     ],
-    ids=["plain", "w8a8", "tied", "worker", "ranks", "ahead"],
+    ids=["plain", "w8a8", "tied", "ranks", "ahead"],
 )
 def test_the_same_tokens_after_waking(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     llm = LLM(str(make_checkpoint(family, tmp_path / family)), **OPTIONS, **options)

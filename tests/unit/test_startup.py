@@ -68,20 +68,16 @@ def test_a_timeline_begins_with_its_process() -> None:
 
 
 @pytest.mark.row("G13", clauses=("timeline",))
-@pytest.mark.parametrize("worker_process", [False, True])
 def test_an_engine_says_what_its_start_took(
     tmp_path: Path,
     short_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    worker_process: bool,
 ) -> None:
     monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(short_directory))
     monkeypatch.delenv("QUIRE_LOG_LEVEL", raising=False)
     checkpoint = make_checkpoint("llama", tmp_path / "checkpoint", tokenizer=False)
-    config = EngineConfig.from_mapping(
-        {"model": str(checkpoint), "device": "cpu", "num_blocks": 128, "worker_process": worker_process}
-    )
+    config = EngineConfig.from_mapping({"model": str(checkpoint), "device": "cpu", "num_blocks": 128})
     supervisor = EngineSupervisor(config, os.getpid())
     begin = time.monotonic()
     try:

@@ -1,5 +1,5 @@
-"""Worker processes live no longer than their engine, whoever else has got hold of their socket; ranks that do
-not go on together end it."""
+"""Ranks live no longer than their engine, whoever else has got hold of their sockets; those that do not go on
+together end it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ process.wait()
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path = make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
     options = {"model": str(path), "max_model_len": 64, "num_blocks": 16, "num_threads": 1}
-    return EngineConfig.from_mapping({**options, "worker_process": True})
+    return EngineConfig.from_mapping({**options, "tensor_parallel_size": 2})
 
 
 @pytest.fixture
 def fork() -> Iterator[Callable[[WorkerGroup], None]]:
-    """Gives another process what a fork of the engine's has: the socket."""
+    """Gives another process what a fork of the engine's has: the sockets."""
     made = []
 
-    def give(worker: WorkerGroup) -> None:
-        fd = worker._workers[0].connection.fileno()
-        made.append(subprocess.Popen(["sleep", "600"], pass_fds=[fd]))
+    def give(group: WorkerGroup) -> None:
+        fds = [worker.connection.fileno() for worker in group._workers]
+        made.append(subprocess.Popen(["sleep", "600"], pass_fds=fds))
 
     yield give
     for process in made:
@@ -67,22 +67,24 @@ def fork() -> Iterator[Callable[[WorkerGroup], None]]:
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
-def test_a_worker_ends_with_its_engine_though_a_fork_lives(
+def test_ranks_end_with_their_engine_though_a_fork_lives(
     config: EngineConfig, fork: Callable[[WorkerGroup], None], how: str
 ) -> None:
-    """`quire.LLM` in a program that forks, for loaders of data say: the fork had the socket too, so the
-    worker waited for steps. A close took 10 s and killed it, and a forgotten engine's kept its memory."""
-    worker = WorkerGroup(config)
-    fork(worker)
-    process = worker._workers[0].process
+    """`quire.LLM` in a program that forks, for loaders of data say: the fork had the sockets too, so ranks
+    waited for steps. A close took 10 s and killed them, and a forgotten engine's kept their memory."""
+    group = WorkerGroup(config)
+    fork(group)
+    processes = [worker.process for worker in group._workers]
     if how == "closed":
-        worker.close()
-    del worker
-    assert process.wait(WAIT_S) == 0
+        group.close()
+    del group
+    assert [process.wait(WAIT_S) for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_worker_ends_with_an_engine_that_is_killed_though_a_fork_lives(is_stopped: bool) -> None:
+def test_a_rank_ends_with_an_engine_that_is_killed_though_a_fork_lives(
+    tmp_path: Path, is_stopped: bool
+) -> None:
     """It waited for a message for ever; and one that was loading its model went on with that. One that stood
     still, which is what its engine was killed for, kept its memory."""
     ours, theirs = socket.socketpair()
@@ -95,7 +97,7 @@ def test_a_worker_ends_with_an_engine_that_is_killed_though_a_fork_lives(is_stop
         if is_stopped:
             # It has told the system when it asks for a message.
             connection = Connection(os.dup(ours.fileno()))
-            connection.send(Start(EngineConfig(), 0, 1, ""))
+            connection.send(Start(EngineConfig(), 0, 1, str(tmp_path / "store")))
             assert isinstance(connection.recv(), Failed)
             os.kill(worker.pid, signal.SIGSTOP)
         engine.kill()
@@ -107,18 +109,18 @@ def test_a_worker_ends_with_an_engine_that_is_killed_though_a_fork_lives(is_stop
 def test_what_an_interrupted_step_brings_is_not_taken_for_the_next_ones(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the engine waited for its worker: the result came all the same, and each later step got
+    """Ctrl-C while the engine waited for its ranks: the result came all the same, and each later step got
     that of the step before. All later outputs were wrong, and none failed."""
     llm = LLM(**config.to_mapping())
     greedy, prompt = SamplingParams(max_tokens=6, ignore_eos=True), [5, 6, 7, 8]
     expected = llm.generate([prompt], greedy)[0].token_ids
-    worker = runner_of(llm.core)
+    group = runner_of(llm.core)
 
     def interrupted() -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker, "_receive_all", interrupted)
+    monkeypatch.setattr(group, "_receive_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[9, 10, 11]], greedy)
     assert llm.generate([prompt], greedy)[0].token_ids == expected
@@ -126,7 +128,7 @@ def test_what_an_interrupted_step_brings_is_not_taken_for_the_next_ones(
 
 
 class Scripted:
-    """In the place of two workers: what they answer, sent over real sockets. None: nothing ever."""
+    """In the place of two ranks: what they answer, sent over real sockets. None: nothing ever."""
 
     def __init__(self, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
         self.group = group
@@ -150,15 +152,13 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def two_ranks(config: EngineConfig) -> Iterator[WorkerGroup]:
-    group = WorkerGroup(config.replace(worker_process=False, tensor_parallel_size=2))
+    group = WorkerGroup(config)
     yield group
     group.close()
 
 
 def test_a_plan_foresees_the_pool_of_ranks(config: EngineConfig, two_ranks: WorkerGroup) -> None:
-    asked = config.replace(
-        worker_process=False, tensor_parallel_size=2, num_blocks=None, kv_cache_memory="1MiB"
-    )
+    asked = config.replace(num_blocks=None, kv_cache_memory="1MiB")
     rank, one = predict(asked, "cpu", 2**30), predict(asked.replace(tensor_parallel_size=1), "cpu", 2**30)
     assert rank.block_bytes * 2 == one.block_bytes == two_ranks.kv_cache.block_bytes
     assert rank.num_blocks == 2 * one.num_blocks
@@ -230,7 +230,7 @@ def test_an_interrupt_between_two_ranks_that_get_a_step(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each computed another step afterwards, and their sums meant nothing."""
-    group = WorkerGroup(config.replace(worker_process=False, tensor_parallel_size=2))
+    group = WorkerGroup(config)
 
     def interrupted(message: object) -> None:
         raise KeyboardInterrupt
@@ -250,7 +250,7 @@ def test_an_interrupt_between_two_ranks_that_get_a_step(
 def test_a_dead_rank_is_noticed_whichever_it_is(config: EngineConfig) -> None:
     """Also at the start, where the others wait for it to join them."""
     for rank in (0, 1):
-        group = WorkerGroup(config.replace(worker_process=False, tensor_parallel_size=2))
+        group = WorkerGroup(config)
         group.check()
         group._workers[rank].process.kill()
         group._workers[rank].process.wait()
@@ -276,13 +276,13 @@ def test_a_rank_that_dies_at_the_start_ends_it(config: EngineConfig, monkeypatch
 
     monkeypatch.setattr(worker_group, "Worker", Short)
     with pytest.raises(WorkerLostError, match="rank 1 is gone"):
-        WorkerGroup(config.replace(worker_process=False, tensor_parallel_size=2))
+        WorkerGroup(config)
     assert [worker.process.poll() for worker in made] == [-9, -9]
 
 
 def test_what_ranks_do_not_have_is_refused(config: EngineConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_lora needs tensor_parallel_size=1"):
-        config.replace(tensor_parallel_size=2, enable_lora=True)
+        config.replace(enable_lora=True)
     path = make_checkpoint("llama", tmp_path, tokenizer=False, intermediate_size=129)
     with pytest.raises(ConfigError, match="does not divide intermediate_size=129"):
-        WorkerGroup(config.replace(model=str(path), tensor_parallel_size=2))
+        WorkerGroup(config.replace(model=str(path)))

@@ -490,7 +490,7 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
         from quire.worker.fake_device import FakeDevice
 
         runner = FakeDevice(config)
-    elif config.model.has_workers:
+    elif config.model.tensor_parallel_size > 1:
         from quire.engine.worker_group import WorkerGroup
 
         runner = WorkerGroup(config)

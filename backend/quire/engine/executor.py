@@ -37,7 +37,7 @@ class RunnerBase(Protocol):
 
 
 class Runner(RunnerBase, Protocol):
-    """Computes steps on its caller's thread: `ModelRunner`, or `WorkerGroup`, which has some elsewhere."""
+    """Computes steps: `ModelRunner` on its caller's thread, `WorkerGroup` in other processes."""
 
     def launch(self, output: SchedulerOutput) -> None:
         """Begins a step; what it samples stays on the device for the steps behind it."""

@@ -449,8 +449,8 @@ class EngineLoop:
         if now < self._next_stats or not (self._owes_stats or self.core.next_expiry <= now):
             return
         self._next_stats = now + STATS_INTERVAL_S
-        # Whether a worker in a process of its own is gone is asked for also while nothing is to be done.
-        self._owes_stats = self.core.config.model.has_workers
+        # A rank that is gone has to be noticed while nothing is to be done, too.
+        self._owes_stats = self.core.config.model.tensor_parallel_size > 1
         self.core.executor.check()
         message = Stats(self.core.stats(), self.core.adapters.listing())
         for identity in self._frontend_pidfds:

@@ -1,7 +1,7 @@
-"""WorkerGroup: a runner whose model lives in processes of its own, one for each tensor-parallel rank.
+"""WorkerGroup: a runner whose model lives in several processes, one for each tensor-parallel rank.
 
 It is the engine's half of `quire.worker.process`; steps and their results are pickled over pairs of sockets.
-On the CPU the workers' blocks lie in memory that both map: here they are saved, copied and loaded, there
+On the CPU the ranks' blocks lie in memory that both map: here they are saved, copied and loaded, there
 computed on.
 """
 
@@ -41,55 +41,41 @@ waits for a rank that has given up would wait for ever."""
 
 
 class MappedBlocks:
-    """The blocks of another process's KV cache, as bytes."""
+    """The blocks of all ranks, in memory that both sides map: of each block the ranks' parts, one behind the
+    other.
 
-    def __init__(self, pid: int, fd: int, num_blocks: int, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            memory = mmap.mmap(own, num_blocks * block_bytes)
-        finally:
-            os.close(own)
-        self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, block_bytes)
+    Args:
+        parts: process, descriptor in it, and bytes of its part of a block, for each rank.
+    """
+
+    def __init__(self, num_blocks: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        self._parts: list[tuple[npt.NDArray[np.uint8], slice]] = []
+        self.block_bytes = 0
+        for pid, fd, part_bytes in parts:
+            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                memory = mmap.mmap(own, num_blocks * part_bytes)
+            finally:
+                os.close(own)
+            blocks = np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, part_bytes)
+            self._parts.append((blocks, slice(self.block_bytes, self.block_bytes + part_bytes)))
+            self.block_bytes += part_bytes
 
     def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
         """See `BlockAccess`."""
-        read_rows(self._blocks, block_ids, out)
+        for blocks, columns in self._parts:
+            read_rows(blocks, block_ids, out[:, columns])
 
     def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """See `BlockAccess`."""
-        write_rows(self._blocks, block_ids, data)
+        for blocks, columns in self._parts:
+            write_rows(blocks, block_ids, data[:, columns])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `BlockAccess`."""
         sources, targets = zip(*pairs, strict=True)
-        self._blocks[list(targets)] = self._blocks[list(sources)]
-
-
-class JoinedBlocks:
-    """The blocks of several ranks: of each block the ranks' parts, one behind the other."""
-
-    def __init__(self, parts: Sequence[MappedBlocks]) -> None:
-        self.block_bytes = sum(part.block_bytes for part in parts)
-        ends = np.cumsum([part.block_bytes for part in parts]).tolist()
-        self._parts = [
-            (part, slice(end - part.block_bytes, end)) for part, end in zip(parts, ends, strict=True)
-        ]
-
-    def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """See `BlockAccess`."""
-        for part, columns in self._parts:
-            part.read(block_ids, out[:, columns])
-
-    def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """See `BlockAccess`."""
-        for part, columns in self._parts:
-            part.write(block_ids, data[:, columns])
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `BlockAccess`."""
-        for part, _ in self._parts:
-            part.copy_blocks(pairs)
+        for blocks, _ in self._parts:
+            blocks[list(targets)] = blocks[list(sources)]
 
 
 class RemoteBlocks:
@@ -160,7 +146,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """A `Runner` in other processes, as many as `tensor_parallel_size` says, which end with this one.
+    """A `Runner` in other processes, two or more as `tensor_parallel_size` says, which end with this one.
 
     Raises:
         QuireError: a worker says why it cannot start.
@@ -193,16 +179,15 @@ class WorkerGroup:
         ready = [answer for answer in answers if isinstance(answer, Ready)]
         info = ready[0].info
         parts = [
-            MappedBlocks(worker.process.pid, one.blocks_fd, info.num_blocks, one.block_bytes)
+            (worker.process.pid, one.blocks_fd, one.block_bytes)
             for worker, one in zip(self._workers, ready, strict=True)
             if one.blocks_fd is not None
         ]
-        if not parts:
-            self.kv_cache: BlockAccess = RemoteBlocks(sum(one.block_bytes for one in ready))
-        else:
-            self.kv_cache = parts[0] if len(parts) == 1 else JoinedBlocks(parts)
-        if len(ready) == 1:
-            return info
+        self.kv_cache: BlockAccess = (
+            MappedBlocks(info.num_blocks, parts)
+            if parts
+            else RemoteBlocks(sum(one.block_bytes for one in ready))
+        )
         return dataclasses.replace(
             info,
             kv_cache_bytes=sum(one.info.kv_cache_bytes for one in ready),
@@ -285,9 +270,8 @@ class WorkerGroup:
 
     def _kill(self) -> None:
         """Ends those that wait for a rank which is gone or has given up: they take no notice of sockets."""
-        if len(self._workers) > 1:
-            for worker in self._workers:
-                worker.process.kill()
+        for worker in self._workers:
+            worker.process.kill()
 
     def _result(self) -> ModelRunnerOutput | Failed:
         """That of the oldest step which is computed: the first rank's, who all have drawn the same."""
@@ -311,8 +295,7 @@ class WorkerGroup:
                 worker.send(message)
         except BaseException:
             # Some have it, or a part of it: of what they would compute next no two would mean the same.
-            for worker in self._workers:
-                worker.process.kill()
+            self._kill()
             raise
 
     def _receive(self) -> list[Any]:
@@ -325,8 +308,6 @@ class WorkerGroup:
 
     def _receive_all(self) -> list[Any]:
         """The next message of each worker."""
-        if len(self._workers) == 1:
-            return [self._workers[0].receive()]
         answers = self._answers  # kept where this is interrupted: nobody answers twice
         failed: tuple[int, Failed] | None = None
         deadline: float | None = None

@@ -27,7 +27,7 @@ HARMLESS_KEYS = frozenset({
     "kv_cache_memory",
     "kv_connector", "kv_connector_options", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks",
-    "result_cache_memory", "result_cache_ttl_s", "result_cache_url", "session_ttl_s", "worker_process",
+    "result_cache_memory", "result_cache_ttl_s", "result_cache_url", "session_ttl_s",
     # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
     "draft_model", "num_draft_tokens",

@@ -106,8 +106,6 @@ def _contradictions(config: EngineConfig) -> Iterator[tuple[bool, str]]:
         yield True, f"tokenizer: {tokenizer} does not exist"
     if limits.trace_file and not Path(limits.trace_file).absolute().parent.is_dir():
         yield True, f"trace_file: {Path(limits.trace_file).absolute().parent} is not a directory"
-    if model.worker_process and model.device == "cuda":
-        yield True, "worker_process=true needs device=cpu"
     if limits.preemption_mode == "auto" and not cache.host_cache_memory:
         yield False, "preemption_mode=auto only recomputes: host_cache_memory is 0"
     if cache.num_blocks and cache.kv_cache_memory:

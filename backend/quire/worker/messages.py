@@ -1,4 +1,4 @@
-"""Messages between an engine and its workers in other processes. No torch in here."""
+"""Messages between an engine and its ranks in other processes. No torch in here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WARM_UP, SLEEP, WAKE = "warm up", "sleep", "wake"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First message to a worker: its configuration and its place among the ranks."""
+    """First message to a rank: its configuration and its place among the others."""
 
     config: EngineConfig
     rank: int
@@ -33,7 +33,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Answer of a worker that could not do what it was asked for."""
+    """Answer of a rank that could not do what it was asked for."""
 
     error: str
     is_ours: bool = False

@@ -103,22 +103,20 @@ class ModelRunner:
     """One worker: the same code on cpu and cuda.
 
     Args:
-        shares_blocks: whether another process maps the KV cache (on the CPU).
-        ranks: who compute the model; this process has its part.
+        ranks: who compute the model; this process has its part. On the CPU the engine maps their blocks.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
         ConfigError: the device or the memory does not allow the configuration.
     """
 
-    def __init__(self, config: EngineConfig, *, shares_blocks: bool = False, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: EngineConfig, *, ranks: Ranks = ALONE) -> None:
         self.device = resolve_device(config.model.device, ranks)
         num_threads = 0
         if self.device.type == "cpu":
             num_threads = config.model.num_threads or max(1, _default_threads() // ranks.size)
             set_num_threads(num_threads)
-        self._config, self._shares_blocks, self._num_threads = config, shares_blocks, num_threads
-        self._ranks = ranks
+        self._config, self._num_threads, self._ranks = config, num_threads, ranks
         self._processors = load_logits_processors(config.model.logits_processors)
         self._is_ahead = config.scheduler.launches_ahead(str(self.device))
         """Whether a step may need tokens that the host does not know."""
@@ -190,7 +188,7 @@ class ModelRunner:
             self.device,
             layout.layer_bytes,
             has_scratch=graph_backend is not None,
-            is_shared=self._shares_blocks,
+            is_shared=self._ranks.size > 1 and self.device.type == "cpu",
         )
         self.draft: DraftModel | None = None
         if draft is not None:

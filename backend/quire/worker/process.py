@@ -1,4 +1,4 @@
-"""A ModelRunner in a process of its own: the other half of `quire.engine.worker_group`.
+"""The ModelRunner of a rank, in a process of its own: the other half of `quire.engine.worker_group`.
 
 Started with a socket, it takes a Start, answers with a Ready or Failed, and then computes one
 SchedulerOutput after the other until the socket is closed or the engine is dead. On the CPU the KV cache lies
@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import click
 
 from quire.engine.processes import open_verified_pidfd, wait_readable
-from quire.errors import ConfigError, QuireError, describe
+from quire.errors import QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready, Start
 from quire.worker.model_runner import ModelRunner, resolve_device
@@ -36,13 +36,10 @@ def serve(connection: Connection) -> None:
     ranks = Ranks(start.rank, start.num_ranks)
     try:
         device = resolve_device(start.config.model.device, ranks)
-        if device.type != "cpu" and ranks.size == 1:
-            raise ConfigError(f"worker_process=true: needs device=cpu, the model is on {device}")
-        if ranks.size > 1:
-            # Of all interfaces gloo would take the one that the host's name leads to.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            ranks.join(start.store, device)
-        runner = ModelRunner(start.config, shares_blocks=device.type == "cpu", ranks=ranks)
+        # Of all interfaces gloo would take the one that the host's name leads to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ranks.join(start.store, device)
+        runner = ModelRunner(start.config, ranks=ranks)
     except Exception as error:
         is_ours = isinstance(error, QuireError)
         connection.send(Failed(str(error) if is_ours else describe(error), is_ours))
