@@ -271,7 +271,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "loopback is first in first out",
-        "backend/quire/kv_tiers/loopback.py",
+        "tests/fixtures/loopback.py",
         "                self._store.blocks.move_to_end((self._fingerprint, key))\n                while",
         "                while",
         ("tests/unit/test_kv_tiers.py::TestConformance::test_saving_again_is_a_use",),

@@ -12,13 +12,13 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.trace import SchedulerTrace
 from quire.kv_tiers import HostTier, KVTiers
-from quire.kv_tiers.loopback import LoopbackConnector
 from quire.outputs import SchedulerOutput
 from quire.request.scheduling_params import SchedulingParams
 from quire.worker import model_runner
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import STAGES, FakeKVCache
+from tests.fixtures.loopback import LoopbackConnector
 from tests.fixtures.runner_of import runner_of
 
 PROMPT = list(range(10, 50))

@@ -26,12 +26,12 @@ from quire.kv_tiers import (
     HostTier,
     KVConnector,
     KVTiers,
-    LoopbackConnector,
     make_tiers,
 )
 from quire.kv_tiers.block_file import HEADER_BYTES, allocated_bytes
 from quire.kv_tiers.block_file import write_block as real_write_block
 from quire.outputs import KVLoad, KVSave
+from tests.fixtures.loopback import LoopbackConnector
 
 FINGERPRINT = "0123456789abcdef" * 2
 BLOCK_BYTES = 512
@@ -88,7 +88,7 @@ def _disk(path: Path, capacity: int, block_bytes: int) -> KVConnector:
 
 def _loopback(path: Path, capacity: int, block_bytes: int) -> KVConnector:
     options = {"capacity_bytes": capacity * block_bytes}
-    return _plug_in("quire.kv_tiers.loopback:LoopbackConnector", options, block_bytes)
+    return _plug_in("tests.fixtures.loopback:LoopbackConnector", options, block_bytes)
 
 
 STORES = {"host": _host, "disk": _disk, "loopback": _loopback}
@@ -915,7 +915,7 @@ class TestMakeTiers:
             host_cache_memory=4 * BLOCK_BYTES,
             disk_cache_directory=str(tmp_path / "kv"),
             disk_cache_size=2**20,
-            kv_connector="quire.kv_tiers:LoopbackConnector",
+            kv_connector="tests.fixtures.loopback:LoopbackConnector",
             kv_connector_options={"capacity_bytes": 65536},
         )
         tiers = make_tiers(cache, pool, FINGERPRINT)
@@ -936,7 +936,10 @@ class TestMakeTiers:
             ({"kv_connector": "quire.kv_tiers:Missing"}, "AttributeError"),
             ({"kv_connector": "quire.kv_tiers:KVTiers"}, r"KVTiers is no quire.kv_tiers.KVConnector"),
             (
-                {"kv_connector": "quire.kv_tiers:LoopbackConnector", "kv_connector_options": {"a": 1}},
+                {
+                    "kv_connector": "tests.fixtures.loopback:LoopbackConnector",
+                    "kv_connector_options": {"a": 1},
+                },
                 "unexpected keyword",
             ),
         ],

@@ -98,7 +98,7 @@ VALUES: dict[str, list[Any]] = {
     "host_cache_memory": ["1MiB"],
     "kv_cache_dtype": ["int8", "fp8"],
     "kv_cache_memory": ["4MiB"],
-    "kv_connector": ["quire.kv_tiers:LoopbackConnector"],
+    "kv_connector": ["tests.fixtures.loopback:LoopbackConnector"],
     "kv_reservation": ["no_evict", "predicted"],
     "load_format": ["safetensors", "dummy"],
     "max_model_len": [100, 200],

@@ -8,7 +8,6 @@ from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
 from quire.kv_tiers.fingerprint import fingerprint, needs_fingerprint
 from quire.kv_tiers.host import HostTier
-from quire.kv_tiers.loopback import LoopbackConnector
 from quire.kv_tiers.tiers import KVTiers, make_tiers
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "HostTier",
     "KVConnector",
     "KVTiers",
-    "LoopbackConnector",
     "fingerprint",
     "make_tiers",
     "needs_fingerprint",
