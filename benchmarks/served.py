@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ ROLES = ("server", "stub", "engine")
 
 def package_path(checkout: Path) -> dict[str, str]:
     """What a process's environment needs to run the code of another checkout."""
-    return {"PYTHONPATH": os.pathsep.join(str(checkout / folder) for folder in PACKAGE_FOLDERS)}
+    return {"PYTHONPATH": os.pathsep.join(str(checkout / folder) for folder in (*PACKAGE_FOLDERS, ""))}
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,17 @@ class Served:
 
 @contextmanager
 def served(
-    repository: Path, *, log: Path, timeout: float = 300.0, checkout: Path | None = None
+    repository: Path,
+    *,
+    log: Path,
+    timeout: float = 300.0,
+    env: Mapping[str, str] | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[Served]:
     """Serves a model repository; yields once it answers.
 
     Args:
+        env: added to the environment.
         checkout: of Quire, whose code serves; None: the one that is installed.
 
     Raises:
@@ -68,8 +74,8 @@ def served(
             *(sys.executable, "-m", "quire.cli", "serve", "--model-repository", str(repository)),
             *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-file", str(ready)),
         ]
-        env = None if checkout is None else os.environ | package_path(checkout)
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        added = {**(env or {}), **({} if checkout is None else package_path(checkout))}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | added)
         try:
             yield Served(_wait(process, ready, log, time.monotonic() + timeout), process.pid)
         finally:

@@ -97,9 +97,6 @@ class ModelConfig:
     else with its share of the cores. It must divide the numbers of heads and of inner features."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
-    fake_step_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
-    """For benchmarks alone: no model is loaded or computed, a step takes so many milliseconds, and the tokens
-    mean nothing; of the checkpoint only its config.json and tokenizer are read. 0: off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +215,7 @@ class SchedulerConfig:
     """Deadline of the last token for requests that state none; 0: none."""
     async_scheduling: bool | None = None
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
-    cuda, and with `fake_step_ms`. A request that ends then has one row more, whose result is dropped."""
+    cuda. A request that ends then has one row more, whose result is dropped."""
     num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0
     """Most tokens that a step tries of each request beyond its next one, as they followed the same tokens
     before (prompt lookup) or `draft_model` says; fewer where that would not be faster. The output stays the

@@ -14,13 +14,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks import history, machine, report
+from benchmarks import fake_device, history, machine, report
 from benchmarks.path.client import Job, Measured, measure
 from benchmarks.peers import checkpoints
 from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
@@ -165,6 +165,8 @@ class Plan:
     num_tokens: int
     frontends: int = 1
     library: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of server and engine."""
 
     def prompts(self, streams: int, number: int) -> list[list[int]]:
         """Token ids; those of another round, or number of streams, are others. Few streams run several times,
@@ -187,7 +189,6 @@ class Plan:
 
 def engine_options(
     model: str,
-    step_ms: float,
     streams: Sequence[int],
     num_prompt: int,
     num_tokens: int,
@@ -209,7 +210,7 @@ def engine_options(
     }
     if model == "fake":
         # All prompts in a step: they cost a fake device nothing.
-        values |= {"fake_step_ms": step_ms, "max_num_batched_tokens": max(streams) * num_prompt + 1}
+        values["max_num_batched_tokens"] = max(streams) * num_prompt + 1
     return values | dict(options), vocab_size
 
 
@@ -224,15 +225,18 @@ def _sides(
         sides = {}
         for name, checkout in {"now": None, **({"before": before} if before else {})}.items():
             adapter = ADAPTERS / "quire_engine.py"
-            env: dict[str, str] = {}
+            env = dict(plan.env)
             if checkout is not None:
                 adapter = checkout / adapter.relative_to(machine.ROOT)
-                env = package_path(checkout)
+                env |= package_path(checkout)
             weights, options = str(plan.options["model"]), json.dumps(dict(plan.options))
             command = [sys.executable, str(adapter), "--weights", weights, "--options", options]
             process = stack.enter_context(AdapterProcess(command, folder / f"{name}.engine.log", env=env))
             log = folder / f"{name}.server.log"
-            sides[name] = stack.enter_context(served(repository, log=log, checkout=checkout)), process
+            sides[name] = (
+                stack.enter_context(served(repository, log=log, env=plan.env, checkout=checkout)),
+                process,
+            )
         yield sides
 
 
@@ -318,8 +322,9 @@ def main(
     """CPU time and latency of streamed tokens, by process, beside a model that only sends."""
     env = machine.environment()
     folder = report.output_directory()
-    values, vocab_size = engine_options(model, step_ms, streams, num_prompt, num_tokens, options)
-    plan = Plan(values, vocab_size, streams, num_prompt, num_tokens, frontends, library)
+    values, vocab_size = engine_options(model, streams, num_prompt, num_tokens, options)
+    fake = fake_device.environment(step_ms) if model == "fake" else {}
+    plan = Plan(values, vocab_size, streams, num_prompt, num_tokens, frontends, library, fake)
     try:
         rows = medians(run(plan, rounds, before, folder))
     except AdapterError as error:

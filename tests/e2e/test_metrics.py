@@ -25,6 +25,7 @@ import yaml
 from tritonclient.grpc import InferenceServerClient
 
 from benchmarks.dashboard import ask, panels, targets
+from benchmarks.fake_device import environment
 from quire.triton.metrics_board import HISTOGRAMS
 from quire_client._metrics import Scrape
 from tests.e2e.conftest import write_generator, write_model
@@ -142,7 +143,6 @@ def server_of(folder: Path, checkpoint: Path, step_ms: float) -> ServerProcess:
             folder / "repository",
             name,
             checkpoint,
-            fake_step_ms=step_ms,
             max_num_seqs=2,
             max_num_batched_tokens=4096,
             max_model_len=16_384,
@@ -151,7 +151,7 @@ def server_of(folder: Path, checkpoint: Path, step_ms: float) -> ServerProcess:
             watchdog_s=0,
         )
     write_model(folder / "repository", "front", FRONT)
-    return ServerProcess(folder / "repository", folder)
+    return ServerProcess(folder / "repository", folder, env=environment(step_ms))
 
 
 @pytest.fixture(scope="module")

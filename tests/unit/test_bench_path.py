@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fake_device import FakeDevice, environment
 from benchmarks.path.client import Job, Measured, _receive
 from benchmarks.path.run import (
     MODEL,
@@ -22,7 +23,8 @@ from benchmarks.path.run import (
 )
 from benchmarks.served import served
 from quire.config import EngineConfig
-from quire.engine.core import EngineCore, make_executor
+from quire.engine.core import EngineCore
+from quire.engine.executor import RunnerExecutor
 from quire.engine.loop import _engine_info
 from quire.engine.messages import Stats, encoder, engine_message_decoder
 from quire.outputs import SchedulerStats
@@ -116,8 +118,9 @@ def test_a_row_is_the_median_of_each_figure_over_the_rounds() -> None:
 @pytest.mark.server
 def test_a_fake_device_and_the_floor_behind_the_server(tmp_path: Path) -> None:
     """Every stream has the tokens and the one FINAL that were asked for, or the client complains."""
-    options, vocab_size = engine_options("fake", 20.0, [8], 16, 30, {})
-    rows = medians(run(Plan(options, vocab_size, [8], 16, 30), 1, None, tmp_path))
+    options, vocab_size = engine_options("fake", [8], 16, 30, {})
+    plan = Plan(options, vocab_size, [8], 16, 30, env=environment(20.0))
+    rows = medians(run(plan, 1, None, tmp_path))
     assert [row.who for row in rows] == ["floor of now", "floor, anew of now", "now in process", "now"]
     found = {row.who: row.figures for row in rows}
     for who in ("now", "now in process"):
@@ -133,8 +136,9 @@ def test_a_fake_device_and_the_floor_behind_the_server(tmp_path: Path) -> None:
 @pytest.mark.server
 def test_what_a_token_costs_at_sixty_four_streams(tmp_path: Path) -> None:
     """The row's bound on CPU time of server and stub; an idle machine of two cores needs two thirds of it."""
-    options, vocab_size = engine_options("fake", 10.0, [64], 64, 256, {})
-    rows = medians(run(Plan(options, vocab_size, [64], 64, 256), 1, None, tmp_path))
+    options, vocab_size = engine_options("fake", [64], 64, 256, {})
+    plan = Plan(options, vocab_size, [64], 64, 256, env=environment(10.0))
+    rows = medians(run(plan, 1, None, tmp_path))
     (ours,) = (row.figures for row in rows if row.who == "now")
     assert ours["host_us_per_token"] < 150
     assert ours["tokens_per_response"] > 2
@@ -188,12 +192,12 @@ def test_metrics_cost_less_than_a_hundredth_of_a_token(tmp_path: Path) -> None:
     - what the responder's thread is told of each response and request, and the engine's figures on both
       sides, twice a second: here, by this thread's CPU time for each.
     """
-    options, vocab_size = engine_options("fake", 10.0, [64], 64, 256, {})
-    plan = Plan(options, vocab_size, [64], 64, 256)
+    options, vocab_size = engine_options("fake", [64], 64, 256, {})
+    plan = Plan(options, vocab_size, [64], 64, 256, env=environment(10.0))
     prompts = [plan.prompts(64, number) for number in range(3)]
     repository = plan.write_repository(tmp_path / "repository")
     write_model(repository, "burst", BURST_CONFIG, BURST)
-    with served(repository, log=tmp_path / "log") as server:
+    with served(repository, log=tmp_path / "log", env=plan.env) as server:
         processes = server.processes()
         count = 2000
         infer(server.url, "burst", {"count": 10})
@@ -211,7 +215,7 @@ def test_metrics_cost_less_than_a_hundredth_of_a_token(tmp_path: Path) -> None:
     num_responses = summary["responses_per_s"] * summary["duration_s"]
 
     config = EngineConfig.from_mapping(options)
-    core = EngineCore(config, make_executor(config))
+    core = EngineCore(config, RunnerExecutor(FakeDevice(config, 10.0), depth=2))
     params = SamplingParams(max_tokens=256, ignore_eos=True)
     for number in range(64):
         core.add_request(f"{number}", plan.prompts(64, 1)[number], params)

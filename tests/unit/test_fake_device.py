@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fake_device import FakeDevice, environment
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.errors import ConfigError, EngineError
 from quire.llm import LLM
 from quire.request.sampling_params import SamplingParams
-from quire.worker.fake_device import FakeDevice
 from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 
 STEP_MS = 10
@@ -31,6 +31,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process compute by a fake device, without any time to speak of."""
+    for name, value in environment(0.001).items():
+        monkeypatch.setenv(name, value)
+
+
 class Time:
     """A clock that only sleeping, and the host's own `work`, moves."""
 
@@ -44,8 +51,9 @@ class Time:
         self.now += seconds
 
 
+@pytest.mark.usefixtures("fast")
 def test_generates_exactly_what_was_asked_for_without_weights(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, fake_step_ms=0.001, max_num_seqs=16)
+    llm = LLM(checkpoint, max_num_seqs=16)
     assert llm.core.executor.depth == 2, "the next step is to be launched ahead, as on a GPU"
     lengths = [1, 2, 30, 100, 7]
     params = [SamplingParams(max_tokens=length) for length in lengths]
@@ -65,8 +73,8 @@ def test_a_step_takes_its_time_whatever_its_rows_and_the_host_s_work_hides_behin
     checkpoint: Path, depth: int, host_ms: float, expected_ms: float
 ) -> None:
     time = Time()
-    config = EngineConfig.from_mapping({"model": str(checkpoint), "fake_step_ms": STEP_MS})
-    device = FakeDevice(config, clock=time.clock, sleep=time.work)
+    config = EngineConfig.from_mapping({"model": str(checkpoint)})
+    device = FakeDevice(config, STEP_MS, clock=time.clock, sleep=time.work)
     core = EngineCore(config, RunnerExecutor(device, depth=depth))
     for number in range(50):
         core.add_request(str(number), [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
@@ -82,11 +90,12 @@ def test_a_step_takes_its_time_whatever_its_rows_and_the_host_s_work_hides_behin
     assert gaps == pytest.approx([expected_ms] * 19)
 
 
+@pytest.mark.usefixtures("fast")
 def test_what_it_cannot_do_is_refused(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, fake_step_ms=0.001)
+    llm = LLM(checkpoint)
     for wish in ({"n": 2, "temperature": 1.0}, {"beam_width": 2}, {"logprobs": 1}):
-        with pytest.raises(EngineError, match="fake_step_ms"):
+        with pytest.raises(EngineError, match="a fake device draws one token"):
             llm.generate(["hello"], max_tokens=4, **wish)
     assert len(llm.generate(["hello"], max_tokens=4)[0].token_ids) == 4
-    with pytest.raises(ConfigError, match="fake_step_ms"):
-        LLM(checkpoint, fake_step_ms=1, host_cache_memory="1MiB")
+    with pytest.raises(ConfigError, match="a fake device has no KV blocks"):
+        LLM(checkpoint, host_cache_memory="1MiB")

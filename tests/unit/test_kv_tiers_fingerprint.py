@@ -116,7 +116,7 @@ VALUES: dict[str, list[Any]] = {
     "logits_processors": ['{"a": "json:JSONDecoder"}'],
 }
 ELSEWHERE = {
-    "model", "disk_cache_directory", "draft_model", "fake_step_ms", "kv_connector_options",
+    "model", "disk_cache_directory", "draft_model", "kv_connector_options",
     "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "lora_modules", "lora_root",
     "tokenizer", "trace_file",
 }  # fmt: skip

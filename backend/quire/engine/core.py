@@ -7,8 +7,10 @@ own, `quire.LLM` runs it in the caller's.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections import deque
@@ -486,10 +488,9 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
         threaded: steps are computed by a thread of their own, so that `step` can do something meanwhile.
     """
     runner: Runner
-    if config.model.fake_step_ms:
-        from quire.worker.fake_device import FakeDevice
-
-        runner = FakeDevice(config)
+    if stand_in := os.environ.get("QUIRE_TEST_RUNNER"):
+        module, _, name = stand_in.partition(":")
+        runner = getattr(importlib.import_module(module), name)(config)
     elif config.model.tensor_parallel_size > 1:
         from quire.engine.worker_group import WorkerGroup
 

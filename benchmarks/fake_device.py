@@ -1,15 +1,17 @@
 """FakeDevice: a runner without weights, for measurements of everything around it. No torch in here.
 
-It answers as a GPU of a set speed would: a step takes `fake_step_ms`, whatever its rows, and begins when the
-one before has ended, or when it is launched where that is later. The host waits by sleeping, so the device
-takes no CPU time. The tokens mean nothing, but have text.
+It answers as a GPU of a set speed would: a step takes a set time, whatever its rows, and begins when the one
+before has ended, or when it is launched where that is later. The host waits by sleeping, so the device takes
+no CPU time. The tokens mean nothing, but have text. Of the checkpoint config.json and tokenizer are read.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -18,14 +20,25 @@ from quire.loader.info import end_token_ids, read_configs
 from quire.models.kv_groups import KVGroup
 from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput, RunnerInfo, ScheduledRequest, SchedulerOutput
 
-REFUSAL = "fake_step_ms: a fake device draws one token per row; it knows no log-probabilities and no grammars"
+REFUSAL = "a fake device draws one token per row; it knows no log-probabilities and no grammars"
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(step_ms: float) -> dict[str, str]:
+    """Variables with which an engine, or the server that starts it, computes by a fake device."""
+    folders = filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))
+    return {
+        "QUIRE_TEST_RUNNER": f"{__name__}:FakeDevice",
+        "QUIRE_FAKE_STEP_MS": str(step_ms),
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
 
 
 class FakeDevice:
     """A Runner of the shape that a checkpoint's config.json states; KV blocks are numbers alone.
 
     Args:
-        config: with `fake_step_ms`.
+        step_ms: how long a step takes; None: as `environment` says.
         clock: seconds; it and `sleep` stand for real time.
         sleep: waits for so many seconds.
 
@@ -36,6 +49,7 @@ class FakeDevice:
     def __init__(
         self,
         config: EngineConfig,
+        step_ms: float | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -56,7 +70,7 @@ class FakeDevice:
         )
         # Special tokens lie at the ends of vocabularies. Of one that has bytes alone these are letters.
         self._words = [one for one in range(vocab_size // 4, vocab_size * 3 // 8) if one not in eos]
-        self._step_s = config.model.fake_step_ms / 1000
+        self._step_s = float(os.environ["QUIRE_FAKE_STEP_MS"] if step_ms is None else step_ms) / 1000
         self._clock, self._sleep = clock, sleep
         self._free_at = 0.0
         """When the last step that was launched ends."""
@@ -71,7 +85,7 @@ class FakeDevice:
 
     def attach(self, tiers: KVTiers | None) -> None:
         if tiers is not None:
-            raise ConfigError("fake_step_ms: a fake device has no KV blocks that a tier could keep")
+            raise ConfigError("a fake device has no KV blocks that a tier could keep")
 
     def launch(self, output: SchedulerOutput) -> None:
         rows = [self._row(number, item) for number, item in enumerate(output.scheduled)]
