@@ -82,7 +82,7 @@ rows: $(STAMP)
 # The versions of constraints.txt, resolved anew for every Python; commit what changes.
 constraints: $(STAMP)
 	echo "$(TORCH)" | $(PY) -m uv pip compile --quiet --universal --python-version 3.10 --no-annotate --upgrade \
-		--extra client --extra server --extra gpu --extra otel --extra plot --extra dev --extra openai \
+		--extra client --extra server --extra gpu --extra otel --extra dev --extra openai \
 		--output-file constraints.txt --custom-compile-command "make constraints" \
 		- pyproject.toml client/pyproject.toml
 

@@ -4,7 +4,7 @@
     python -m benchmarks.scheduler_sim --requests 500        # does it run at all?
 
 No model and no server; times are simulated, by the cost model named. What planning costs by the clock tell
-`python -m benchmarks.growth` and `quire simulate`.
+`python -m benchmarks.growth` and `python -m benchmarks.simulator simulate`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from benchmarks import report
+from benchmarks.simulator.workload import Workload
 from quire.config import EngineConfig, choices
-from quire.simulator.cost import PRESETS, CostModel
-from quire.simulator.simulate import Simulator
-from quire.simulator.workload import Workload
+from quire.plan.cost import PRESETS, CostModel
+from quire.plan.simulate import Simulator
 
 BATCH_POLICIES = choices("batch_policy")
 SEATS = 256

@@ -199,7 +199,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "simulated choices end with the first",
-        "backend/quire/simulator/simulate.py",
+        "backend/quire/plan/simulate.py",
         "len(outcome.reasons) == outcome.arrival.num_sequences",
         "outcome.reasons",
         ("tests/unit/test_simulator.py::test_choices_share_the_prompt_and_end_one_by_one",),

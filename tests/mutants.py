@@ -1187,21 +1187,21 @@ _CLIENT = (
 _SIMULATOR = (
     Mutant(
         "a prompt's tokens do not see themselves",
-        "backend/quire/simulator/cost.py",
+        "backend/quire/plan/cost.py",
         "count * (count + 1) // 2",
         "count * (count - 1) // 2",
         ("tests/unit/test_simulator.py::test_time_is_what_the_cost_model_says",),
     ),
     Mutant(
         "a turn forgets the answer before it",
-        "backend/quire/simulator/workload.py",
+        "benchmarks/simulator/workload.py",
         "                length += outputs[index]\n",
         "",
         ("tests/unit/test_simulator.py::test_a_turn_begins_with_the_turn_before_and_its_output",),
     ),
     Mutant(
         "latencies count from the first request",
-        "backend/quire/simulator/simulate.py",
+        "backend/quire/plan/simulate.py",
         "self.first_token_at - self.arrival.at",
         "self.first_token_at",
         ("tests/unit/test_simulator.py::test_time_is_what_the_cost_model_says",),

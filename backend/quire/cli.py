@@ -13,8 +13,6 @@ from quire import __version__
 _COMMANDS = {
     "serve": ("quire.server.serve:serve", "Serve a model repository with tritonserver."),
     "healthcheck": ("quire.server.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
-    "simulate": ("quire.simulator.command:simulate", "Run the scheduler with a cost model for a model."),
-    "trace": ("quire.simulator.command:trace", "Replay or draw the trace of a scheduler."),
     "plan": ("quire.plan.command:plan", "Check configurations and predict their capacity."),
     "quantize": ("quire.quantize.command:quantize", "Quantise a checkpoint, and measure what that costs."),
     "perplexity": ("quire.quantize.command:perplexity", "Measure how well a checkpoint foretells a text."),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks import scheduler_sim
+from benchmarks.simulator.workload import Lengths, Workload
 from quire.config import EngineConfig, choices
 from quire.core.trace import SchedulerTrace
-from quire.simulator.cost import PRESETS
-from quire.simulator.simulate import Simulator
-from quire.simulator.workload import Lengths, Workload
+from quire.plan.cost import PRESETS
+from quire.plan.simulate import Simulator
 from tests.fixtures.fake_engine import FakeEngine
 
 BATCH_POLICIES = choices("batch_policy")

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from benchmarks.simulator.workload import Workload
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.errors import UnavailableError
+from quire.plan.arrival import Arrival
+from quire.plan.cost import PRESETS
+from quire.plan.simulate import SampledTokens, Simulator, make_request
 from quire.request.scheduling_params import SchedulingParams
-from quire.simulator.cost import PRESETS
-from quire.simulator.simulate import SampledTokens, Simulator, make_request
-from quire.simulator.workload import Arrival, Workload
 from tests.unit.test_scheduler_cost import Bytecodes
 
 CAPACITY = 13.0

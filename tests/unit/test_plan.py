@@ -16,7 +16,7 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.plan.capacity import GPU_CONTEXT_BYTES, Target, advise, predict
-from quire.simulator.cost import PRESETS
+from quire.plan.cost import PRESETS
 from tests.fixtures.checkpoints import make_checkpoint, make_throughput_checkpoint
 from tests.fixtures.gguf_files import write_gguf
 from tests.fixtures.server import MODEL_REPOSITORY

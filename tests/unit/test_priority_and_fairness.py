@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulator.workload import Lengths, Workload
 from quire.config import EngineConfig
 from quire.errors import UnavailableError
+from quire.plan.arrival import Arrival
+from quire.plan.cost import PRESETS
+from quire.plan.simulate import Report, Simulator
 from quire.request.scheduling_params import SchedulingParams
-from quire.simulator.cost import PRESETS
-from quire.simulator.simulate import Report, Simulator
-from quire.simulator.workload import Arrival, Lengths, Workload
 from tests.fixtures.fair_queue import counter
 from tests.fixtures.fake_engine import FakeEngine
 

@@ -14,14 +14,16 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from quire.cli import main
+from benchmarks.simulator.__main__ import main
+from benchmarks.simulator.fit import fit
+from benchmarks.simulator.plot import plot_timeline, timeline
+from benchmarks.simulator.replay import replay
+from benchmarks.simulator.workload import Lengths, Workload, arrivals_of_trace, read_mooncake
 from quire.config import EngineConfig
 from quire.errors import InvalidArgumentError
-from quire.simulator.cost import PRESETS, CostModel
-from quire.simulator.plot import plot_timeline, timeline
-from quire.simulator.replay import replay
-from quire.simulator.simulate import Report, Simulator
-from quire.simulator.workload import Arrival, Lengths, Workload, arrivals_of_trace, read_mooncake
+from quire.plan.arrival import Arrival
+from quire.plan.cost import PRESETS, CostModel
+from quire.plan.simulate import Report, Simulator
 
 COST = PRESETS["h100-8b"]
 SMALL: dict[str, Any] = {"num_blocks": 120, "max_num_seqs": 16, "max_num_batched_tokens": 128}
@@ -119,7 +121,7 @@ def test_a_fit_finds_the_costs_again() -> None:
     simulator.run()
     assert simulator.trace is not None
     records = simulator.trace.records
-    fitted = CostModel.fit(records)
+    fitted = fit(records)
     assert fitted.as_dict() == pytest.approx(cost.as_dict(), rel=1e-3, abs=1e-12)
     steps = [record for record in records if record.get("scheduled") and "end" in record]
     seconds = np.array([record["end"] - record["time"] for record in steps])
@@ -129,9 +131,9 @@ def test_a_fit_finds_the_costs_again() -> None:
     rng = np.random.default_rng(0)
     for record in records:
         record["end"] = record["time"] + rng.uniform(0.001, 0.002)
-    assert min(CostModel.fit(records).as_dict().values()) >= 0
+    assert min(fit(records).as_dict().values()) >= 0
     with pytest.raises(InvalidArgumentError, match="ten steps"):
-        CostModel.fit(records[:3])
+        fit(records[:3])
 
 
 def test_workloads_have_the_shape_they_promise() -> None:
@@ -247,11 +249,11 @@ def test_command_line(tmp_path: Path) -> None:
     size = ["--requests", "30", "--rate", "20", "--option", "num_blocks=300"]
     output = run("simulate", *size, *mix, "--record", str(trace))
     assert "30 requests (0 refused)" in output and "tenant" in output
-    assert "of 30 requests are the same" in run("trace", "replay", str(trace))
+    assert "of 30 requests are the same" in run("replay", str(trace))
     figures = json.loads(run("simulate", "--trace", str(trace), "--cost", "fit", "--json"))
     assert figures["requests"] == 30 and figures["ttft_s"]["p50"] > 0
     for name in ("x.png", "x.html"):
-        run("trace", "plot", str(trace), "--out", str(tmp_path / name))
+        run("plot", str(trace), "--out", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
     cost = json.dumps({"base_s": 0.01})
     assert "12 requests" in run("simulate", "--requests", "12", "--cost", cost, "--concurrency", "3")
@@ -260,7 +262,7 @@ def test_command_line(tmp_path: Path) -> None:
     wrong = copy.deepcopy(records)
     wrong[9]["scheduled"][0][1] += 1
     trace.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in wrong))
-    assert f"step {wrong[9]['step']}: recorded" in run("trace", "replay", str(trace), exit_code=1)
+    assert f"step {wrong[9]['step']}: recorded" in run("replay", str(trace), exit_code=1)
     assert "max_num_sequences" in run("simulate", "--option", "max_num_sequences=3", exit_code=1)
     assert "KEY=VALUE" in run("simulate", "--option", "max_num_seqs", exit_code=2)
     assert "--cost" in run("simulate", "--cost", "free", exit_code=2)

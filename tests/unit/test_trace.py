@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulator.replay import ReplayReport, replay
+from benchmarks.simulator.workload import read_records
 from quire.config import CacheConfig
 from quire.core.request import FinishReason
 from quire.core.trace import SchedulerTrace
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.request.scheduling_params import SchedulingParams
-from quire.simulator.replay import ReplayReport, replay
-from quire.simulator.workload import read_records
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 

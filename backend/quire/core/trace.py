@@ -49,8 +49,8 @@ class SchedulerTrace:
         finished: {"id", "reason", "output": tokens, "hash_ids": of the full blocks after those of the
             prompt} since the previous record, whatever ended them,
         end (s, when the step was done), num_free_blocks, num_running, num_waiting.
-    That is enough to make every call of the scheduler again: see `quire.simulator.replay`. Choices with rows
-    of their own have ids of their own in scheduled, preempted, ended and finished.
+    That is enough to make every call of the scheduler again: see benchmarks/simulator/replay.py. Choices with
+    rows of their own have ids of their own in scheduled, preempted, ended and finished.
 
     Args:
         path: the file to append to; None: records are kept in memory.

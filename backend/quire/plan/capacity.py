@@ -13,9 +13,9 @@ from quire.config import EngineConfig
 from quire.layers.config import DecoderConfig
 from quire.loader.load import empty_model
 from quire.models.interface import Model
-from quire.simulator.cost import CostModel
-from quire.simulator.simulate import Simulator
-from quire.simulator.workload import Arrival
+from quire.plan.arrival import Arrival
+from quire.plan.cost import CostModel
+from quire.plan.simulate import Simulator
 from quire.worker.adapter_memory import slot_bytes
 from quire.worker.draft_model import check_draft, draft_config
 from quire.worker.kv_cache import DeviceMemory, KVLayout

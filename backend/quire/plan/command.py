@@ -11,8 +11,7 @@ import click
 from quire.config import parse_bytes
 from quire.errors import ConfigError, QuireError
 from quire.plan import checks
-from quire.simulator.command import cost_model
-from quire.simulator.cost import PRESETS
+from quire.plan.cost import PRESETS, CostModel
 from quire_common.errors import HubError
 from quire_common.hub import find_checkpoint
 from quire_ensemble.cli import parse_option
@@ -121,7 +120,7 @@ def _document(
         )
     document: dict[str, Any] = {"device": device, "capacity": capacity.as_dict()}
     if cost is not None:
-        advice = advise(config, capacity, cost_model(cost, []), target)
+        advice = advise(config, capacity, cost_model(cost), target)
         document["clients"] = dataclasses.asdict(advice)
         if not advice.concurrency:
             planned.advice.append("the target is not kept for a single client")
@@ -130,6 +129,18 @@ def _document(
                 f"max_num_seqs={advice.concurrency} keeps the target; more at a time would not"
             )
     return document
+
+
+def cost_model(text: str) -> CostModel:
+    """The cost model that `--cost` states: a name of PRESETS, or JSON."""
+    if text in PRESETS:
+        return PRESETS[text]
+    try:
+        return CostModel(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise click.BadParameter(
+            f"must be one of {', '.join(PRESETS)}, or a JSON object of costs: {error}", param_hint="--cost"
+        ) from None
 
 
 def _text(document: dict[str, Any]) -> str:

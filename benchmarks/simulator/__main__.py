@@ -1,4 +1,4 @@
-"""`quire simulate` and `quire trace`: the simulator's command line."""
+"""The simulator's command line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import click
 import msgspec
 
+from benchmarks.simulator.fit import fit
+from benchmarks.simulator.plot import DEFAULT_MAX_REQUESTS, plot_timeline
+from benchmarks.simulator.replay import replay
+from benchmarks.simulator.workload import Workload, arrivals_of_trace, read_mooncake, read_records
 from quire.config import EngineConfig, load_config_file
 from quire.errors import QuireError
-from quire.simulator.cost import PRESETS, CostModel
-from quire.simulator.plot import DEFAULT_MAX_REQUESTS, plot_timeline
-from quire.simulator.replay import replay
-from quire.simulator.simulate import Simulator
-from quire.simulator.workload import Arrival, Workload, arrivals_of_trace, read_mooncake, read_records
+from quire.plan.arrival import Arrival
+from quire.plan.command import cost_model
+from quire.plan.cost import PRESETS
+from quire.plan.simulate import Simulator
 from quire_ensemble.cli import parse_option
 
 DEFAULT_NUM_BLOCKS = 4096
@@ -41,7 +44,12 @@ def _shares(text: str) -> dict[str, float]:
         raise click.BadParameter(f"must be like a=3,b=1, got {text!r}") from None
 
 
-@click.command()
+@click.group()
+def main() -> None:
+    """Run the scheduler without a model, and look into its traces."""
+
+
+@main.command()
 @click.option("--requests", default=1000, show_default=True, help="How many to generate.")
 @click.option("--rate", type=float, help="Requests per second; without it all arrive at once.")
 @click.option("--variation", default=1.0, show_default=True, help="Of the gaps; 1: Poisson, more: bursts.")
@@ -105,9 +113,8 @@ def simulate(
                 block_size=engine.cache.block_size,
                 seed=seed,
             ).arrivals()
-        simulator = Simulator(
-            engine, arrivals, cost_model(cost, records), concurrency=concurrency, trace=record is not None
-        )
+        model = fit(records) if cost == "fit" else cost_model(cost)
+        simulator = Simulator(engine, arrivals, model, concurrency=concurrency, trace=record is not None)
         report = simulator.run()
     if simulator.trace is not None and record is not None:
         lines = [simulator.trace.header, *simulator.trace.records]
@@ -123,28 +130,7 @@ def _engine_config(path: Path | None, settings: tuple[str, ...]) -> EngineConfig
     return EngineConfig.from_mapping({**values, **dict(map(parse_option, settings))})
 
 
-def cost_model(text: str, records: list[dict[str, Any]]) -> CostModel:
-    """The cost model that `--cost` states: a name of PRESETS, "fit" (fitted to the records of a trace), or
-    JSON."""
-    if text == "fit":
-        return CostModel.fit(records)
-    if text in PRESETS:
-        return PRESETS[text]
-    try:
-        return CostModel(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise click.BadParameter(
-            f"must be one of {', '.join(PRESETS)}, fit, or a JSON object of costs: {error}",
-            param_hint="--cost",
-        ) from None
-
-
-@click.group()
-def trace() -> None:
-    """Look into the trace of a scheduler."""
-
-
-@trace.command("plot")
+@main.command()
 @click.argument("file", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A .png or .html file.")
 @click.option("--by-step", is_flag=True, help="Steps instead of seconds on the axis.")
@@ -156,7 +142,7 @@ def plot(file: Path, out: Path, by_step: bool, max_requests: int) -> None:
     click.echo(f"{out}" + (f" ({left_out} later requests are left out)" if left_out else ""))
 
 
-@trace.command("replay")
+@main.command("replay")
 @click.argument("file", type=click.Path(exists=True, path_type=Path))
 def replay_file(file: Path) -> None:
     """Make the scheduler's calls again and compare the batches; exit code 1 if one differs."""
@@ -168,3 +154,7 @@ def replay_file(file: Path) -> None:
         f"{report.num_steps} steps of {report.num_requests} requests are the same "
         f"({report.num_preemptions} preemptions)"
     )
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.simulator")

@@ -19,8 +19,8 @@ from quire.core.scheduler import Scheduler
 from quire.errors import UnavailableError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
-from quire.simulator.cost import CostModel
-from quire.simulator.workload import END_TOKEN, Arrival
+from quire.plan.arrival import END_TOKEN, Arrival
+from quire.plan.cost import CostModel
 
 END_TOKENS = frozenset({END_TOKEN})
 PERCENTILES = (50, 90, 99)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.simulator.workload import arrivals_of_trace
 from quire.config import EngineConfig
 from quire.core.request import FinishReason
 from quire.core.scheduler import Scheduler
@@ -21,8 +22,8 @@ from quire.core.trace import VERSION
 from quire.errors import InvalidArgumentError
 from quire.models.kv_groups import KVGroup
 from quire.outputs import SchedulerOutput
-from quire.simulator.simulate import SampledTokens, VirtualClock, make_kv, make_request
-from quire.simulator.workload import Arrival, arrivals_of_trace
+from quire.plan.arrival import Arrival
+from quire.plan.simulate import SampledTokens, VirtualClock, make_kv, make_request
 
 UNLIMITED = 2**62
 

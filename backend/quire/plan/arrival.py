@@ -1,0 +1,73 @@
+"""Arrival: one request of a simulation, with the content of its tokens.
+
+A sequence's tokens are not stored but computed: a number stands for the content of a block and all before it,
+and is the block's last token; the others say nothing. So requests with the same numbers share a prefix, and
+sequences that part inside a block differ in it as soon as it is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.request.sampling_params import SamplingParams
+from quire.request.scheduling_params import SchedulingParams
+
+END_TOKEN = -1
+_SCHEDULING = SchedulingParams()
+_OWN = 1 << 62
+"""Block numbers at or above it are of one stream alone; those of prefixes and traces are below 2**53."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a simulation."""
+
+    request_id: str
+    at: float
+    """Seconds since the beginning."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """The last of them is an end token unless the limit ends it there."""
+    stream: int = 0
+    """Number of its content where `hash_ids` end, the same as of requests with equal content; below 2**30."""
+    hash_ids: Sequence[int] = ()
+    """Content of the leading blocks of `block_size` tokens, prompt and output."""
+    block_size: int = 16
+    """Tokens of a block of `hash_ids`; at most the engine's: inside a block, contents do not differ."""
+    scheduling: SchedulingParams = _SCHEDULING
+    """Deadlines in it are seconds since the beginning."""
+    max_tokens: int | None = None
+    """The limit that the request states."""
+    num_sequences: int = 1
+    """Choices (n)."""
+
+    def token_at(self, position: int, choice: int = 0) -> int:
+        """The token of a position; choices differ in what they generate."""
+        block, offset = divmod(position, self.block_size)
+        if offset + 1 < self.block_size:
+            return offset
+        if choice and position >= self.num_prompt_tokens:
+            return _OWN + (self.stream << 30) + (choice << 24) + block
+        return self.hash_ids[block] if block < len(self.hash_ids) else _OWN + (self.stream << 30) + block
+
+    def prompt_token_ids(self) -> list[int]:
+        size, known = self.block_size, len(self.hash_ids)
+        rest = list(range(size - 1))
+        own = _OWN + (self.stream << 30)
+        tokens: list[int] = []
+        for block in range(-(-self.num_prompt_tokens // size)):
+            tokens += rest
+            tokens.append(self.hash_ids[block] if block < known else own + block)
+        del tokens[self.num_prompt_tokens :]
+        return tokens
+
+    def sampled_token(self, position: int, choice: int = 0) -> int:
+        """The token of `token_at`, but END_TOKEN where the output ends before its limit."""
+        ends = position + 1 == self.num_prompt_tokens + self.num_output_tokens
+        if ends and self.num_output_tokens != self.max_tokens:
+            return END_TOKEN
+        return self.token_at(position, choice)
+
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, n=self.num_sequences)
