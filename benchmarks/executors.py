@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from typing import Any
 
 import click
 
@@ -18,7 +19,7 @@ from benchmarks.peers.checkpoints import Shape
 SHAPE = Shape(
     "two layers", "llama3", 2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, inner=128, vocab_size=512
 )
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "inline": {},
     "thread": {"threaded": True},
     "two ranks": {"threaded": True, "tensor_parallel_size": 2},
