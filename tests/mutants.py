@@ -615,6 +615,34 @@ _WORKER = (
         ("tests/unit/test_vision_language.py::test_images_give_the_tokens_of_transformers",),
     ),
     Mutant(
+        "on transformers' code tokens see beyond their window",
+        "backend/quire/models/transformers_fallback.py",
+        "sliding_window=self._window,",
+        "",
+        ("tests/unit/test_transformers_fallback.py::test_logits_equal_transformers[whole-starcoder2]",),
+    ),
+    Mutant(
+        "a mask that shows later tokens is taken for one with a window",
+        "backend/quire/models/transformers_fallback.py",
+        "seen[position + 1 :].any() or ",
+        "",
+        (
+            "tests/unit/test_transformers_fallback.py"
+            "::test_models_that_need_more_are_refused_with_the_reason[bert-its tokens see others than those "
+            "right before them (it is not causal, for one)]",
+        ),
+    ),
+    Mutant(
+        "packed weights are a family's and transformers' alike",
+        "backend/quire/loader/packed_cache.py",
+        '            "model": type(model).__name__,\n',
+        "",
+        (
+            "tests/unit/test_packed_cache.py"
+            "::test_a_model_on_transformers_code_is_not_kept_and_takes_no_other_for_its_own",
+        ),
+    ),
+    Mutant(
         "one token more than the least is generated",
         "backend/quire/worker/sampling_batch.py",
         "num_output_tokens < params.min_tokens",

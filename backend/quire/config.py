@@ -89,6 +89,10 @@ class ModelConfig:
     """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
     reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do
     what the model needs is refused at start, with the reason and what the others can."""
+    model_impl: Literal["auto", "quire", "transformers"] = "auto"
+    """Whose code computes the model: quire, which has families of its own; transformers, with our attention
+    over the KV cache, but without LoRA adapters, quantisation, ranks and CUDA graphs; auto: quire where it
+    has the family."""
     logits_processors: dict[str, str] = field(default_factory=dict)
     """Code that requests may name to change their logits: name to "file.py:Class", in the model's version
     directory, or "package.module:Class". What is not listed is not imported."""

@@ -116,7 +116,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "model_class", lambda hf: PlainModel)
+    monkeypatch.setattr(load, "model_class", lambda *_: PlainModel)
 
 
 def engine(path: Path, **options: Any) -> LLM:

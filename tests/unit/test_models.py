@@ -776,7 +776,10 @@ _GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": None}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaFor"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not supported, and the causal model of",
+        ),
         ({"architectures": None}, "architectures must name the model's class"),
         ({"hidden_size": None}, "hidden_size must be a positive whole number up to 16777216, got None"),
         (

@@ -134,6 +134,16 @@ def _memories(packed: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.row("G18")
+def test_a_model_on_transformers_code_is_not_kept_and_takes_no_other_for_its_own(
+    llama: Path, directory: Path
+) -> None:
+    load(llama)
+    (kept,) = entries(directory)
+    for _ in range(2):
+        assert type(load(llama, model_impl="transformers").model).__name__ == "TransformersModel"
+        assert entries(directory) == [kept]
+
+
 def test_inputs_in_another_order(llama: Path, directory: Path, tmp_path: Path) -> None:
     path, _ = make_foreign(llama, tmp_path / "checkpoint", MAKERS["GPTQ act-order"])
     first = load(path)

@@ -116,13 +116,18 @@ def load_model(
         weights_digest = digest_weights(model) if with_digest else ""
         weight_bytes = pack(model)
     else:
-        begin, packing = time.monotonic(), _Packing(model, with_digest)
-        fill_weights(model, files.tensors(), files.source, packing.on_filled)
+        begin, is_filled = time.monotonic(), model.fill(files.tensors(), files.source)
+        packing = _Packing(model, with_digest)
+        if is_filled:
+            for name, memory, _ in model.weights():
+                packing.on_filled(name, memory)
+        else:
+            fill_weights(model, files.tensors(), files.source, packing.on_filled)
         if checkpoint_state(config.model) != state:
             raise CheckpointError(f"{files.source}: the checkpoint changed while it was read: load it again")
         weight_bytes, weights_digest = model.finish(), packing.weights_digest()
         others_s = time.monotonic() - begin - packing.seconds
-        if entry and is_worth_keeping(others_s, packing.seconds):
+        if entry and not is_filled and is_worth_keeping(others_s, packing.seconds):
             cache_writer = entry.keep(model, weights_digest)
         if isinstance(model.config.scheme, ForeignScheme):
             model.config.scheme.report()
@@ -152,7 +157,7 @@ def empty_model(
     if hf.unused:
         logger.warning("%s: %s: not known, and not used", hf.path, in_line(", ".join(hf.unused)))
     hf = with_head(hf)
-    kind = model_class(hf)
+    kind = model_class(hf, config.model_impl)
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with checkpoint_errors(hf):
         rules = read_rules(hf)

@@ -209,6 +209,7 @@ class PackedEntry:
         """Stands for all that decides what the weights of an empty model become."""
         identity = {
             "files": self._before.files,
+            "model": type(model).__name__,
             "dtype": str(model.config.dtype),
             "quantization": self._config.quantization,
             "load_format": self._config.load_format,

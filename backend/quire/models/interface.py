@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -116,6 +117,11 @@ class Model(Protocol):
         about gradients."""
         return False
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether steps may be recorded as CUDA graphs."""
+        return True
+
     def work(self, kv_token_bytes: int) -> ModelWork | None:
         """Bytes that steps of the packed model read, and operations that they compute; `kv_token_bytes`:
         bytes that a layer keeps of a token. None: nobody knows."""
@@ -137,6 +143,17 @@ class Model(Protocol):
     def weights(self) -> Iterator[Weight]:
         """Weights to be filled, one for every tensor that the model needs."""
         ...
+
+    def fill(self, tensors: Iterable[NamedTensor], source: Path) -> bool:
+        """Fills all weights from a checkpoint's tensors; False: nothing is done, and the loader fills them.
+
+        Args:
+            source: file named in complaints.
+
+        Raises:
+            CheckpointError: tensors are missing, of another shape, or unknown.
+        """
+        return False
 
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
         """Modules with a packed form, by name; each is packed as soon as its weights are filled."""

@@ -71,13 +71,25 @@ def with_head(hf: HFConfig) -> HFConfig:
     return hf.replace(architectures=[name], tie_word_embeddings=True)
 
 
-def model_class(hf: HFConfig) -> type[Model]:
+def uses_transformers(architecture: str, model_impl: str) -> bool:
+    """Whether transformers computes an architecture; for `model_impl` see `ModelConfig`."""
+    return model_impl == "transformers" or (model_impl == "auto" and architecture not in ARCHITECTURES)
+
+
+def model_class(hf: HFConfig, model_impl: str = "quire") -> type[Model]:
     """The class for a checkpoint.
+
+    Args:
+        model_impl: see `ModelConfig`.
 
     Raises:
         CheckpointError: the architecture is not supported; lists those that are.
     """
     name = hf.architecture
+    if uses_transformers(name, model_impl):
+        from quire.models.transformers_fallback import TransformersModel
+
+        return TransformersModel
     if name not in ARCHITECTURES:
         raise hf.error(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     module = importlib.import_module(f"quire.models.{ARCHITECTURES[name]}")

@@ -8,6 +8,7 @@ import torch
 
 from quire.adapters import AdapterLoad, AdapterTarget
 from quire.config import AdapterConfig
+from quire.errors import ConfigError
 from quire.layers.latent_attention import UpProjection
 from quire.layers.linear import Linear
 from quire.layers.moe import MixtureOfExperts
@@ -24,6 +25,8 @@ class AdapterMemory:
             linear.make_slots(config.max_loras, config.max_lora_rank, device)
         model.take_slots()
         self.targets = targets_of(model)
+        if not self.targets:
+            raise ConfigError("enable_lora: this model has no layers that adapters may change")
         self._parts = [part for linear in layers.values() for part in linear.slots]
 
     def load(self, load: AdapterLoad) -> None:

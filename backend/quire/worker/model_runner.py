@@ -152,7 +152,7 @@ class ModelRunner:
         # Which experts a step computes is known on the host only. Collectives were never recorded.
         is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
         # Padded rows of a recorded step would write states.
-        is_eager |= any(group.is_state for group in self.model.kv_groups)
+        is_eager |= any(group.is_state for group in self.model.kv_groups) or not self.model.is_recordable
         graph_backend = make_graph_backend(self.device, is_eager)
         has_slots = config.adapters.enable_lora
         self.slots = AdapterMemory(self.model, config.adapters, self.device) if has_slots else None

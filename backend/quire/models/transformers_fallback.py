@@ -1,0 +1,578 @@
+"""TransformersModel: causal models of transformers without a family of their own here.
+
+Layers are transformers' code. Their attention is `ops.paged_attention` over the paged KV cache, by way of
+transformers' attention interface, so a model needs nothing of its own for continuous batching and prefix
+caching. (vLLM's name for this is the Transformers modeling backend.)
+
+What a model does with its attention is found out before its weights are read, by a forward pass on torch's
+"meta" device: which modules call the interface, with what shapes, and which positions their masks show. What
+does not fit is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.moe import ExpertsInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from quire.errors import CheckpointError, ConfigError
+from quire.layers.config import DecoderConfig
+from quire.layers.hf_config import HFConfig
+from quire.layers.linear import Weight
+from quire.layers.rotary import NO_ROPE, RopeConfig
+from quire.layers.scheme import SCHEMES
+from quire.models.interface import ForwardInputs, Model
+from quire.models.kv_groups import kv_groups
+from quire.models.kv_spec import AttentionKV
+from quire.models.registry import ARCHITECTURES
+from quire_common.errors import one_line, shown
+from quire_common.weight_files import NamedTensor
+from quire_kernels import ops
+from quire_kernels.weights import PackedLinear
+
+logger = logging.getLogger("quire")
+
+_STEP, _PROBE = "quire", "quire_probe"
+"""Names of our attention in transformers' registries: that of steps, and that of the pass that looks on."""
+_NUM_TOKENS = 8
+"""Tokens of that pass."""
+_CANNOT = "cannot run on transformers' code"
+_MAX_LISTED = 16
+_KNOWN = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"))
+"""Keyword arguments of an attention that are obeyed, or that change nothing here."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_TOLERANCE = 0.02
+"""Largest change of a hidden state, relative to the state, that counts as rounding."""
+
+
+class AttentionShape(NamedTuple):
+    """One layer's attention, as its first call was."""
+
+    module: str
+    """Name of the module that calls the interface, in the model without its head."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Size of a key; values may be smaller, and are filled up in the cache."""
+    window: int | None
+    """Positions that a token sees, itself included; None: all."""
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersConfig(DecoderConfig):
+    """A checkpoint's config.json and what the pass on "meta" has shown."""
+
+    checkpoint: dict[str, Any]
+    """The keys of config.json."""
+    attention: tuple[AttentionShape, ...]
+    """That of each layer, in the order of the calls."""
+    num_parameters: int
+
+    @property
+    def num_weights(self) -> int:
+        """See DecoderConfig."""
+        return self.num_parameters
+
+    @property
+    def _undivided(self) -> dict[str, bool]:
+        return {"a model on transformers' code": True}
+
+
+class TransformersModel(nn.Module, Model):
+    """See Model. The weights are on torch's "meta" device until `fill` or `weights` is called."""
+
+    config: TransformersConfig
+    base: PreTrainedModel
+    """The model without its head."""
+    head: PreTrainedModel
+    """The model with its head, and `_Given` in the place of `base`."""
+
+    def __init__(self, config: TransformersConfig, max_model_len: int, device: torch.device) -> None:
+        super().__init__()
+        if config.scheme != SCHEMES[None]:
+            raise ConfigError(
+                f"quantization={config.scheme.identity()}: models on transformers' code have none"
+            )
+        self.config, self.kv_groups, self._device = config, kv_groups(config.kv_windows), device
+        self._step, self._given = _Step(), _Given()
+        self._set(_made(_read(config.checkpoint), config.dtype, torch.device("meta")))
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> TransformersConfig:
+        """See Model."""
+        name = _checked_name(hf)
+        try:
+            found = _read(hf.values)
+            _check_kinds(hf, found)
+            model = _made(found, dtype, torch.device("meta"), _PROBE)
+            num_parameters = sum(one.numel() for one in model.parameters())
+            seen = _probe(model)
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers' code raises what it likes
+            raise hf.error(f"{name} {_CANNOT}: {one_line(error)}") from error
+        modules = {shape.module for shape in seen.attention}
+        if not len(modules) == len(seen.attention) == found.num_hidden_layers:
+            raise hf.error(
+                f"{name} {_CANNOT}: of num_hidden_layers={found.num_hidden_layers} layers {len(modules)} "
+                f"call its attention interface, {len(seen.attention)} times in all"
+            )
+        largest = max(seen.attention, key=lambda shape: shape.num_kv_heads * shape.head_dim)
+        longest = found.max_position_embeddings
+        return TransformersConfig(
+            checkpoint=hf.values,
+            attention=seen.attention,
+            num_parameters=num_parameters,
+            vocab_size=seen.vocab_size,
+            hidden_size=seen.hidden_size,
+            intermediate_size=getattr(found, "intermediate_size", None) or 4 * seen.hidden_size,
+            num_layers=len(seen.attention),
+            num_heads=largest.num_heads,
+            num_kv_heads=largest.num_kv_heads,
+            head_dim=largest.head_dim,
+            max_position_embeddings=longest,
+            dtype=dtype,
+            rms_norm_eps=0.0,
+            activation="silu",
+            tie_word_embeddings=False,
+            rope=RopeConfig(
+                rope_type=NO_ROPE,
+                theta=1.0,
+                rotary_dim=0,
+                max_position_embeddings=longest,
+                original_max_position_embeddings=longest,
+                parameters={},
+            ),
+            sliding_windows=tuple(shape.window for shape in seen.attention),
+            attention_scale=1.0,
+            attention_softcap=largest.softcap,
+            attention_sinks=any(shape.has_sinks for shape in seen.attention),
+        )
+
+    @property
+    def is_recordable(self) -> bool:
+        """See Model."""
+        return False
+
+    def kv_spec(self, kv_cache_dtype: str) -> AttentionKV:
+        """See Model."""
+        return AttentionKV(self.config.num_kv_heads, self.config.head_dim, self.config.dtype, kv_cache_dtype)
+
+    def embed(self, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        x: torch.Tensor = self.base.get_input_embeddings()(inputs.input_ids)
+        if inputs.embeds is not None:
+            x.index_copy_(0, inputs.embeds[0], inputs.embeds[1].to(x.dtype))
+        return x
+
+    def compute(self, x: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        self._step.inputs = inputs
+        hidden = _hidden(self.base, x, inputs.positions)
+        return hidden if inputs.rows is None else hidden[inputs.rows]
+
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """See Model."""
+        return self.compute(self.embed(inputs), inputs)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return _logits(self.head, self._given, hidden)
+
+    def weights(self) -> Iterator[Weight]:
+        """See Model. Where nothing has filled them, they get memory."""
+        if self._device.type != "meta" and any(one.is_meta for one in self.parameters()):
+            self._set(_made(_read(self.config.checkpoint), self.config.dtype, self._device))
+        return (Weight(name, parameter.data) for name, parameter in self.named_parameters())
+
+    def fill(self, tensors: Iterable[NamedTensor], source: Path) -> bool:
+        """See Model: transformers knows what older names mean, and what is stored in parts."""
+        disable_progress_bar()
+        kind: Any = type(self.head)
+        try:
+            found, info = kind.from_pretrained(
+                None,
+                config=_read(self.config.checkpoint),
+                state_dict={stored.name: stored.read() for stored in tensors},
+                dtype=self.config.dtype,
+                attn_implementation=_STEP,
+                output_loading_info=True,
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers' code raises what it likes
+            raise CheckpointError(f"{source}: {one_line(error)}") from error
+        for wrong in ("missing", "unexpected"):
+            if names := sorted(info[f"{wrong}_keys"]):
+                listed = ", ".join(names[:_MAX_LISTED])
+                raise CheckpointError(f"{source}: {len(names)} {wrong} tensors: {listed}")
+        self._set(found.to(self._device))
+        return True
+
+    def finish(self) -> int:
+        """See Model.
+
+        Raises:
+            CheckpointError: hidden states depend on other tokens by more than attention.
+        """
+        packed = _pack(self.base, self.head)
+        self._check_tokens()
+        logger.warning(
+            "transformers %s computes this model (%s; model_impl): a step takes longer, layers being many "
+            "calls, and there are no LoRA adapters, quantisation, ranks and CUDA graphs",
+            transformers.__version__,
+            type(self.head).__name__,
+        )
+        return packed + sum(one.nbytes for one in self.parameters())
+
+    def packed_bytes(self, device_type: str) -> int:
+        """See Model."""
+        return sum(one.nbytes for one in self.parameters())
+
+    def _set(self, model: PreTrainedModel) -> None:
+        """Computes with a model of transformers."""
+        base: Any = model.base_model
+        config, self.base, self.head = self.config, base, model
+        setattr(model, model.base_model_prefix, self._given)
+        modules = dict(self.base.named_modules())
+        for group, one in enumerate(self.kv_groups):
+            for position, layer in enumerate(one.layers):
+                shape = config.attention[layer]
+                modules[shape.module].quire_attention = _PagedAttention(
+                    config, shape, self._step, group, position
+                )
+        self.eval().requires_grad_(False)
+
+    def _check_tokens(self) -> None:
+        """Computes a token beside two different ones, each without attending to the other."""
+        embed, last = self.base.get_input_embeddings(), self.config.max_position_embeddings - 1
+        self._step.inputs, found = None, []
+        with torch.inference_mode():
+            for other, position in ((self.config.vocab_size - 1, last), (1, 0)):
+                token_ids = torch.tensor([other, 2], device=self._device)
+                positions = torch.tensor([position, 1], device=self._device)
+                found.append(_hidden(self.base, embed(token_ids), positions)[1].float())
+        change, size = (found[0] - found[1]).norm(), found[1].norm()
+        if change > _TOLERANCE * size:
+            raise CheckpointError(
+                f"{type(self.head).__name__} {_CANNOT}: a token's hidden state changes with other tokens of "
+                "a batch, not by attention alone (a convolution, or a rotary embedding that follows the "
+                "longest sequence)"
+            )
+
+
+class _Step:
+    """The step under way, as all attentions of a model see it; `inputs` None: no token sees another."""
+
+    inputs: ForwardInputs | None = None
+
+
+class _PagedAttention:
+    """One layer's attention, which its module in transformers is given as `quire_attention`."""
+
+    def __init__(
+        self, config: TransformersConfig, shape: AttentionShape, step: _Step, group: int, position: int
+    ) -> None:
+        self._step, self._group, self._position = step, group, position
+        self._dtype, self._window = config.dtype, shape.window
+        self._backend = config.attention_backend
+        kept = shape.num_kv_heads, shape.head_dim
+        self._kv_shape = None if kept == (config.num_kv_heads, config.head_dim) else kept
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, num_heads, num_tokens, head_dim], the others alike; to [1, num_tokens, num_heads,
+        size of a value]."""
+        size, inputs = value.shape[3], self._step.inputs
+        if inputs is None:
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+            return ((query + key)[..., :size] + value).transpose(1, 2)
+        if size < key.shape[3]:
+            value = F.pad(value, (0, key.shape[3] - size))
+        query, key, value = (
+            one[0].transpose(0, 1).to(self._dtype).contiguous() for one in (query, key, value)
+        )
+        kv_layer, meta = inputs.kv_cache.layer(self._position, self._kv_shape), inputs.metas[self._group]
+        ops.write_kv(key, value, kv_layer, meta.slot_mapping)
+        attended = ops.paged_attention(
+            query,
+            kv_layer,
+            meta,
+            scale=query.shape[2] ** -0.5 if scaling is None else scaling,
+            sliding_window=self._window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.float(),
+            implementation=self._backend,
+        )
+        return attended[None, :, :, :size]
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function, as transformers' interface has it."""
+    attention: Any = module.quire_attention
+    return attention(query, key, value, scaling, softcap, s_aux), None
+
+
+class _Given(nn.Module):
+    """Stands in the place of a model without its head, and gives `hidden` as its hidden states."""
+
+    hidden: torch.Tensor
+
+    @property
+    def decoder(self) -> _Given:
+        """The part that some heads call."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _HiddenStates:
+        return _HiddenStates(last_hidden_state=self.hidden)
+
+
+class _HiddenStates(BaseModelOutputWithPast):
+    """Hidden states, and nothing of what a head may hand on besides."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _PackedLinear(nn.Module):
+    """A linear layer in the form in which it is read fastest."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class _PackedTable(nn.Module):
+    """The table of an output head, as rows by token id."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.rows(token_ids)
+
+
+def _pack(base: PreTrainedModel, head: PreTrainedModel) -> int:
+    """Packs all plain linear layers; returns the bytes of the packed weights."""
+    table, num_bytes = base.get_input_embeddings(), 0
+    for owner in (base, head):
+        for name, module in list(owner.named_modules()):
+            is_table = isinstance(module, nn.Linear) and module.weight is getattr(table, "weight", None)
+            if type(module) is not nn.Linear or (is_table and type(table) is not nn.Embedding):
+                continue
+            packed = ops.pack_linear(module.weight.data, None if module.bias is None else module.bias.data)
+            num_bytes += packed.nbytes
+            path, _, leaf = name.rpartition(".")
+            setattr(owner.get_submodule(path), leaf, _PackedLinear(packed))
+            if is_table:
+                base.set_input_embeddings(_PackedTable(packed))
+    return num_bytes
+
+
+def _hidden(base: PreTrainedModel, x: torch.Tensor, positions: torch.Tensor, **mask: Any) -> torch.Tensor:
+    """Hidden states [num_tokens, hidden_size] of embeddings [num_tokens, size]."""
+    out = base(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, **mask)
+    hidden: torch.Tensor = out.last_hidden_state
+    return hidden[0]
+
+
+def _logits(head: PreTrainedModel, given: _Given, hidden: torch.Tensor) -> torch.Tensor:
+    given.hidden = hidden[None]
+    logits: torch.Tensor = head(inputs_embeds=given.hidden, use_cache=False).logits
+    return logits[0].float()
+
+
+def _checked_name(hf: HFConfig) -> str:
+    """The architecture, if transformers has a causal model of the name; raises CheckpointError."""
+    name, kind, version = hf.architecture, hf.get("model_type"), transformers.__version__
+    if hf.gguf is not None or kind not in CONFIG_MAPPING:
+        own = ", and code that auto_map names is not run" if hf.get("auto_map") else ""
+        raise hf.error(
+            f"architecture {name!r} is not supported, and model_type {kind!r:.40} is unknown to transformers "
+            f"{version}{own}; supported: its causal models, {', '.join(ARCHITECTURES)}"
+        )
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if name != known:
+        raise hf.error(
+            f"architecture {name!r} is not supported, and the causal model of model_type {kind!r} in "
+            f"transformers {version} is {known}"
+        )
+    if hf.get("quantization_config"):
+        raise hf.error(f"quantization_config: {name} {_CANNOT} with quantised weights")
+    return name
+
+
+def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
+    """Refuses what is known without a look at the code; raises CheckpointError."""
+    name = hf.architecture
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    if types := set(getattr(found, "layer_types", None) or ()) - _LAYER_TYPES:
+        served = " and ".join(sorted(_LAYER_TYPES))
+        raise hf.error(f"layer_types: {name} {_CANNOT}: {served} are served, and not {shown(min(types))}")
+    if found.is_encoder_decoder:
+        raise hf.error(f"is_encoder_decoder: {name} {_CANNOT}: decoders alone are served")
+    if found.get_text_config() is not found:
+        raise hf.error(f"{name} {_CANNOT}: models of text alone are served")
+    if kind._is_stateful:
+        raise hf.error(f"{name} {_CANNOT}: it keeps a state beside keys and values")
+    if not kind._can_set_attn_implementation():
+        raise hf.error(f"{name} {_CANNOT}: its attention does not go by the attention interface")
+
+
+def _read(values: dict[str, Any]) -> PreTrainedConfig:
+    return CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
+
+
+def _made(
+    found: PreTrainedConfig, dtype: torch.dtype, device: torch.device, attention: str = _STEP
+) -> PreTrainedModel:
+    """A model with memory, and numbers that mean nothing."""
+    experts = {"experts_implementation": _PROBE} if attention == _PROBE else {}
+    with device:
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(
+            found, dtype=dtype, attn_implementation=attention, trust_remote_code=False, **experts
+        )
+    return made
+
+
+class _Seen(NamedTuple):
+    """Shapes that the pass on "meta" has shown."""
+
+    attention: tuple[AttentionShape, ...]
+    hidden_size: int
+    vocab_size: int
+
+
+def _probe(model: PreTrainedModel) -> _Seen:
+    """Computes a few tokens on "meta"; raises ValueError with the reason why the model does not fit."""
+    base: Any = model.base_model
+    given, calls = _Given(), list[tuple[nn.Module, AttentionShape]]()
+    if base is model:
+        raise ValueError("it has no model without a head")
+    names = {id(module): name for name, module in base.named_modules()}
+    token = _calls.set(calls)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            token_ids, positions = torch.zeros(_NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS)
+            # With a mask nothing looks for several sequences in the positions, which have no numbers here.
+            mask = torch.ones((1, _NUM_TOKENS), dtype=torch.int64)
+            hidden = _hidden(base, model.get_input_embeddings()(token_ids), positions, attention_mask=mask)
+            setattr(model, model.base_model_prefix, given)
+            logits = _logits(model, given, hidden)
+    finally:
+        _calls.reset(token)
+    shapes = tuple(shape._replace(module=names[id(module)]) for module, shape in calls)
+    return _Seen(shapes, hidden.shape[1], logits.shape[1])
+
+
+def _look(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that notes how it is called; raises ValueError."""
+    for name, given in others.items():
+        if name not in _KNOWN and given is not None and given is not False:
+            raise ValueError(f"its attention has an argument {name!r}")
+    (_, num_heads, _, head_dim), (_, num_kv_heads, num_keys, size) = query.shape, value.shape
+    if not hasattr(attention_mask, "quire_window"):
+        raise ValueError("it makes a mask of its own")
+    if num_keys != _NUM_TOKENS or num_heads % num_kv_heads or not size <= head_dim == key.shape[3]:
+        raise ValueError(f"attention of {list(query.shape)} to {list(key.shape)} and {list(value.shape)}")
+    window = attention_mask.quire_window
+    shape = AttentionShape("", num_heads, num_kv_heads, head_dim, window, softcap, s_aux is not None)
+    _calls.get().append((module, shape))
+    return torch.empty_like(query[..., :size]).transpose(1, 2), None
+
+
+def _look_at_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    config: PreTrainedConfig,
+    **_: Any,
+) -> torch.Tensor:
+    """A mask function, as transformers' interface has it: marks the mask with the window that it means."""
+    last = config.max_position_embeddings - 1
+    mask: Any = torch.empty((1, 1, q_length, kv_length))
+    counts = [_num_seen(mask_function, position, last) for position in (last - 1, last)]
+    if counts == [last, last + 1]:
+        mask.quire_window = None
+    elif counts[0] == counts[1]:
+        mask.quire_window = counts[0]
+    else:
+        raise ValueError("its mask is that of attention in chunks")
+    return mask
+
+
+def _num_seen(mask_function: Callable[..., torch.Tensor], position: int, last: int) -> int:
+    """How many positions a token sees, all before it or its own."""
+    with torch.device("cpu"):
+        keys, zero = torch.arange(last + 2), torch.tensor(0)
+        seen = mask_function(zero, zero, torch.tensor(position), keys).broadcast_to(keys.shape)
+    count = int(seen.sum())
+    if seen[position + 1 :].any() or not seen[position + 1 - count : position + 1].all():
+        raise ValueError("its tokens see others than those right before them (it is not causal, for one)")
+    return count
+
+
+_calls: ContextVar[list[tuple[nn.Module, AttentionShape]]] = ContextVar("calls")
+"""Calls that `_look` has seen."""
+AttentionInterface.register(_STEP, _attend)
+AttentionInterface.register(_PROBE, _look)
+AttentionMaskInterface.register(_PROBE, _look_at_mask)
+ExpertsInterface.register(_PROBE, lambda module, hidden, *_, **__: torch.empty_like(hidden))

@@ -1,0 +1,268 @@
+"""Models on transformers' code: what transformers generates, whatever the batch, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig, ModelConfig
+from quire.errors import CheckpointError, ConfigError
+from quire.loader.load import load_model
+from quire.models.kv_groups import blocks_per_sequence
+from quire.models.transformers_fallback import TransformersModel
+from quire.plan.capacity import predict
+from tests.fixtures.checkpoints import FALLBACK_FAMILIES, make_checkpoint
+from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
+from tests.fixtures.runner_of import runner_of
+
+NATIVE_FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt_oss", "minicpm3")
+"""Which run on either code: caps, windows, sinks, experts, values smaller than keys among them."""
+CPU = torch.device("cpu")
+PROMPTS = [
+    [
+        *range(10, 34),
+        *torch.randint(5, 512, (length,), generator=torch.Generator().manual_seed(length)).tolist(),
+    ]
+    for length in (1, 4, 9, 17, 26, 33)
+]
+"""They begin alike, for three blocks."""
+MAX_TOKENS = 24
+
+
+class Checkpoints(dict[str, Path]):
+    """One checkpoint of each family, made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = make_checkpoint(family, self._root / family, tokenizer=False)
+        return self[family]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(scope="module")
+def greedy(checkpoints: Checkpoints) -> Callable[[str], list[list[int]]]:
+    """What transformers generates behind each of PROMPTS, alone."""
+
+    @functools.cache
+    def expected(family: str) -> list[list[int]]:
+        model = hf_model(checkpoints[family])
+        return [hf_greedy(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+    return expected
+
+
+@pytest.mark.row("E12", clauses=("generic",))
+@pytest.mark.parametrize("family", FALLBACK_FAMILIES)
+@pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunks"])
+def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: Checkpoints) -> None:
+    driver = Driver.load(checkpoints[family])
+    assert isinstance(driver.model, TransformersModel)
+    expected = hf_logits(hf_model(checkpoints[family]), PROMPTS[-1])
+    torch.testing.assert_close(driver.logits(PROMPTS[-1], chunk), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.row("E12", clauses=("generic",))
+@pytest.mark.parametrize("family", FALLBACK_FAMILIES)
+def test_batched_chunked_preempted_and_cached_it_generates_what_transformers_does_alone(
+    family: str, checkpoints: Checkpoints, greedy: Callable[[str], list[list[int]]]
+) -> None:
+    expected = greedy(family)
+    assert len({token for tokens in expected for token in tokens}) > 12, "tokens that say something"
+    groups = Driver.load(checkpoints[family]).model.kv_groups
+    llm = LLM(
+        checkpoints[family],
+        max_model_len=88,
+        block_size=8,
+        num_blocks=blocks_per_sequence(groups, 88, 8, 16) + 2,
+        max_num_batched_tokens=16,
+        num_threads=1,
+    )
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    for _ in range(2):
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == expected
+    stats = llm.core.stats()
+    assert stats.num_cached_tokens > 0
+    if any(group.window is None for group in groups):  # else a request does not grow
+        assert stats.num_preemptions > 0 and stats.num_recomputed_tokens > 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert isinstance(runner_of(llm.core).model, TransformersModel)
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_both_codes_generate_the_same(family: str, checkpoints: Checkpoints) -> None:
+    found = {}
+    for code in ("quire", "transformers"):
+        driver = Driver.load(checkpoints[family], model_impl=code)
+        assert isinstance(driver.model, TransformersModel) == (code == "transformers")
+        found[code] = driver.greedy(PROMPTS, MAX_TOKENS, 7)
+    assert found["quire"] == found["transformers"]
+
+
+@pytest.mark.parametrize("family", ["cohere2", "stablelm"])
+def test_a_plan_knows_the_bytes_of_the_weights(family: str, checkpoints: Checkpoints) -> None:
+    """Of a tied table once."""
+    config = EngineConfig.from_mapping({"model": str(checkpoints[family]), "num_blocks": 2000})
+    loaded = load_model(config.model, CPU)
+    assert predict(config, "cpu", 2**33).weight_bytes == pytest.approx(loaded.weight_bytes, rel=0.1)
+
+
+def test_pickles_and_made_up_weights_are_loaded_as_asked(tmp_path: Path) -> None:
+    path = make_checkpoint("stablelm", tmp_path, weight_format="bin", tokenizer=False)
+    model = ModelConfig(model=str(path), load_format="bin")
+    expected = hf_logits(hf_model(path), PROMPTS[0])
+    found = Driver(load_model(model, CPU).model).logits(PROMPTS[0])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+    (path / "pytorch_model.bin").unlink()
+    logits = Driver.load(path, load_format="dummy").logits(PROMPTS[0])
+    assert torch.isfinite(logits).all() and logits.std() > 0.1
+
+
+def test_a_digest_stands_for_the_weights(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    other = make_checkpoint("stablelm", tmp_path, seed=1, tokenizer=False)
+    digests = [
+        load_model(ModelConfig(model=str(path)), CPU, with_digest=True).weights_digest
+        for path in (checkpoints["stablelm"], checkpoints["stablelm"], other)
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_half_precision_computes_in_the_checkpoints_type(checkpoints: Checkpoints) -> None:
+    whole = Driver.load(checkpoints["cohere2"]).logits(PROMPTS[-1])
+    half = Driver.load(checkpoints["cohere2"], dtype="bfloat16").logits(PROMPTS[-1])
+    assert 0 < (half - whole).norm() < 0.1 * whole.norm()
+
+
+def test_damaged_weights_are_refused_with_their_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = make_checkpoint("stablelm", tmp_path, tokenizer=False)
+    file = path / "model.safetensors"
+    whole = load_file(file)
+
+    def refusal(weights: dict[str, torch.Tensor]) -> str:
+        save_file(weights, file)
+        with pytest.raises(CheckpointError) as caught:
+            load_model(ModelConfig(model=str(path)), CPU)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    without = {name: tensor for name, tensor in whole.items() if name != "model.norm.weight"}
+    assert refusal(without) == f"{file}: 1 missing tensors: model.norm.weight"
+    assert refusal(whole | {"other": torch.zeros(2)}) == f"{file}: 1 unexpected tensors: other"
+    assert refusal(whole | {"model.norm.weight": torch.zeros(2)}).startswith(f"{file}: ")
+
+
+def refused(path: Path, **keys: Any) -> str:
+    """Why a checkpoint is refused, its config.json changed before."""
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+    with pytest.raises(CheckpointError) as caught:
+        load_model(ModelConfig(model=str(path), load_format="dummy", model_impl="transformers"), CPU)
+    text = str(caught.value)
+    assert text.startswith(f"{file}: ") and "\n" not in text
+    return text.removeprefix(f"{file}: ")
+
+
+def configured(path: Path, model_type: str, **keys: Any) -> Path:
+    """A directory with the config.json of a small model of a type."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    small = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[model_type](**{**small, "intermediate_size": 128, **keys})
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.row("E12", clauses=("generic",))
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("rwkv", "it keeps a state beside keys and values"),
+        ("bloom", "its attention does not go by the attention interface"),
+        ("falcon", "its attention does not go by the attention interface"),
+        ("bert", "its tokens see others than those right before them (it is not causal, for one)"),
+        ("doge", "it makes a mask of its own"),
+        ("diffllama", "of num_hidden_layers=2 layers 2 call its attention interface, 4 times in all"),
+    ],
+)
+def test_models_that_need_more_are_refused_with_the_reason(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    name, _, found = refused(configured(tmp_path, model_type)).partition(
+        " cannot run on transformers' code: "
+    )
+    assert name.endswith(("ForCausalLM", "LMHeadModel")) and found == reason
+
+
+@pytest.mark.row("E12", clauses=("generic",))
+def test_keys_that_nobody_obeys_are_refused(tmp_path: Path) -> None:
+    """By their names."""
+    text = refused(configured(tmp_path, "mamba"))
+    assert text.startswith("layer_types: MambaForCausalLM cannot run on transformers' code")
+    assert text.endswith(": full_attention and sliding_attention are served, and not 'linear_attention'")
+    path = configured(tmp_path, "stablelm")
+    name = "StableLmForCausalLM cannot run on transformers' code"
+    assert refused(path, is_encoder_decoder=True) == f"is_encoder_decoder: {name}: decoders alone are served"
+    assert refused(path, is_encoder_decoder=False, quantization_config={"quant_method": "fp8"}).startswith(
+        "quantization_config"
+    )
+    assert refused(path, quantization_config=None, architectures=["StableLmModel"]).startswith(
+        "architecture 'StableLmModel' is not supported, and the causal model of model_type 'stablelm'"
+    )
+    unknown = refused(path, model_type="new", auto_map={"AutoModelForCausalLM": "code.New"})
+    assert "model_type 'new' is unknown to transformers" in unknown
+    assert "code that auto_map names is not run" in unknown
+
+
+def test_tokens_that_change_by_others_of_the_batch_are_refused(tmp_path: Path) -> None:
+    """Frequencies of longrope follow the longest position of a batch."""
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "rope_theta": 1e4,
+    }
+    path = make_checkpoint(
+        "phi3", tmp_path, partial_rotary_factor=1.0, num_attention_heads=4, tokenizer=False
+    )
+    file = path / "config.json"
+    keys = {"rope_parameters": scaling, "original_max_position_embeddings": 128, "tie_word_embeddings": False}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+    with pytest.raises(CheckpointError, match="hidden state changes with other tokens of a batch"):
+        load_model(ModelConfig(model=str(path), model_impl="transformers"), CPU)
+
+
+def test_what_the_code_has_not_is_refused_by_its_key(checkpoints: Checkpoints) -> None:
+    path = checkpoints["stablelm"]
+    with pytest.raises(ConfigError, match="quantization=int8: models on transformers' code have none"):
+        load_model(ModelConfig(model=str(path), quantization="int8"), CPU)
+    with pytest.raises(ConfigError, match="enable_lora: this model has no layers that adapters may change"):
+        LLM(path, enable_lora=True, num_blocks=100, num_threads=1)
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=2: ranks do not divide a model on transformers' code"
+    ):
+        predict(EngineConfig.from_mapping({"model": str(path), "tensor_parallel_size": 2}), "cpu", 2**33)
+    with pytest.raises(CheckpointError, match="'StableLmForCausalLM' is not supported; supported"):
+        load_model(ModelConfig(model=str(path), model_impl="quire"), CPU)
+
+
+def test_the_log_says_what_it_costs(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    load_model(ModelConfig(model=str(checkpoints["llama"])), CPU)
+    assert "transformers" not in caplog.text
+    load_model(ModelConfig(model=str(checkpoints["stablelm"])), CPU)
+    (line,) = (record.getMessage() for record in caplog.records if "model_impl" in record.getMessage())
+    assert "StableLmForCausalLM" in line and "a step takes longer" in line and "no LoRA adapters" in line
