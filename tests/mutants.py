@@ -635,7 +635,7 @@ _WORKER = (
     Mutant(
         "packed weights are a family's and transformers' alike",
         "backend/quire/loader/packed_cache.py",
-        '            "model": type(model).__name__,\n',
+        '            "model": model_identity(model),\n',
         "",
         (
             "tests/unit/test_packed_cache.py"

@@ -93,6 +93,9 @@ class ModelConfig:
     """Whose code computes the model: quire, which has families of its own; transformers, with our attention
     over the KV cache, but without LoRA adapters, quantisation, ranks and CUDA graphs; auto: quire where it
     has the family."""
+    model_class: str = ""
+    """Code that computes the model, a `quire.models.interface.Model`: "file.py:Class", in the model's version
+    directory, or "package.module:Class"; empty: `model_impl` decides. What is not named is not imported."""
     logits_processors: dict[str, str] = field(default_factory=dict)
     """Code that requests may name to change their logits: name to "file.py:Class", in the model's version
     directory, or "package.module:Class". What is not listed is not imported."""

@@ -105,6 +105,8 @@ VALUES: dict[str, list[Any]] = {
     "max_predicted_ttft_ms": [10**8],
     "max_waiting_requests": [5],
     "max_waiting_tokens": [10**6],
+    "model_class": ["quire.models.llama:LlamaForCausalLM"],
+    "model_impl": ["quire"],
     "preemption_mode": ["auto"],
     "quantization": ["int8", "int4", "w8a8", "w4a8", "fp8"],
     "queue_policy": ["priority", "longest_prefix", "shortest_first", "fair"],

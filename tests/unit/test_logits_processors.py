@@ -13,7 +13,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineError, InvalidArgumentError
-from quire.request.logits_processors import MAX_PROCESSORS, NamedProcessor, load_logits_processors, resolved
+from quire.named_code import resolved
+from quire.request.logits_processors import MAX_PROCESSORS, NamedProcessor, load_logits_processors
 from quire.request.sampling_params import parse_sampling_params
 from quire.triton.config_completion import read_engine_config
 from tests.fixtures.checkpoints import make_checkpoint
@@ -73,7 +74,7 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     file = tmp_path_factory.mktemp("plugins") / "plugin.py"
     file.write_text(PLUGIN)
     names = ("Ban", "Follow", "Counts", "Raises", "NothingLeft")
-    return resolved({name.lower(): f"plugin.py:{name}" for name in names}, file.parent)
+    return {name.lower(): resolved("listed", f"plugin.py:{name}", file.parent) for name in names}
 
 
 def engine(path: Path, listed: dict[str, str], **options: Any) -> LLM:

@@ -2,86 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import quire
 from quire import LLM, SamplingParams
-from quire.layers.config import DecoderConfig
-from quire.layers.hf_config import HFConfig
-from quire.layers.linear import Weight
-from quire.loader import load
-from quire.models.interface import ForwardInputs, Model
-from quire.models.kv_groups import kv_groups
-from quire.models.kv_spec import AttentionKV
+from quire.config import EngineConfig
+from quire.errors import CheckpointError, ConfigError
+from quire.models.registry import ENTRY_POINTS
+from quire.triton.config_completion import read_engine_config
 from quire.worker.model_runner import ModelRunner
-from quire_kernels import ops
-from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drafters import eager
 from tests.fixtures.graphs import recorded_steps
+from tests.fixtures.plain_checkpoint import make_plain_checkpoint
+from tests.fixtures.plain_model import HEADS, KV_HEADS, SIZE, PlainModel
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
-HEADS, KV_HEADS, SIZE, HIDDEN = 4, 2, 16, 64
 DECODER = "quire.models.decoder"
-
-
-class PlainModel(nn.Module, Model):
-    """Tables of tokens and positions, one attention, and a head."""
-
-    def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
-        super().__init__()
-        self.config, self.kv_groups = config, kv_groups(config.kv_windows)
-        shapes = {
-            "tokens": (config.vocab_size, HIDDEN),
-            "positions": (config.max_position_embeddings, HIDDEN),
-            "projection": (HIDDEN, (HEADS + 2 * KV_HEADS) * SIZE),
-            "head": (HIDDEN, config.vocab_size),
-        }
-        for name, shape in shapes.items():
-            memory = torch.empty(shape, dtype=config.dtype, device=device)
-            self.register_parameter(name, nn.Parameter(memory, requires_grad=False))
-
-    @classmethod
-    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        return DecoderConfig.from_hf(hf, dtype)
-
-    def kv_spec(self, kv_cache_dtype: str) -> AttentionKV:
-        return AttentionKV(KV_HEADS, SIZE, self.config.dtype, kv_cache_dtype)
-
-    def embed(self, inputs: ForwardInputs) -> torch.Tensor:
-        return self.tokens[inputs.input_ids] + self.positions[inputs.positions]
-
-    def compute(self, x: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
-        (meta,), kv_layer = inputs.metas, inputs.kv_cache.layer(0)
-        heads = (x @ self.projection).view(len(x), -1, SIZE)
-        query, key, value = (part.contiguous() for part in heads.split([HEADS, KV_HEADS, KV_HEADS], 1))
-        ops.write_kv(key, value, kv_layer, meta.slot_mapping)
-        hidden = x + ops.paged_attention(query, kv_layer, meta, scale=SIZE**-0.5).flatten(1)
-        return hidden if inputs.rows is None else hidden[inputs.rows]
-
-    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        return self.compute(self.embed(inputs), inputs)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (hidden @ self.head).float()
-
-    def weights(self) -> Iterator[Weight]:
-        return (Weight(name, parameter) for name, parameter in self.named_parameters())
-
-    def packed_bytes(self, device_type: str) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters())
-
-    def finish(self) -> int:
-        return self.packed_bytes("")
 
 
 PROMPTS = [[*range(10, 34), *prompt] for prompt in random_prompts(6, longest=30, seed=5)]
@@ -92,31 +37,18 @@ SEEDED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3,
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_checkpoint("llama", tmp_path_factory.mktemp("plain"))
-    config = {
-        "architectures": ["PlainForCausalLM"],
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 128,
-        "dtype": "float32",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    hf = HFConfig(path / "config.json", config)
-    model = PlainModel(PlainModel.parse_config(hf, torch.float32), 128, torch.device("cpu"))
-    weights = {name: torch.randn(memory.shape) for name, memory, _ in model.weights()}
-    weights["projection"] *= 0.25
-    save_file(weights, path / "model.safetensors")
-    return path
+    return make_plain_checkpoint(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "model_class", lambda *_: PlainModel)
+    """As the entry point of a package that is installed."""
+    found = EntryPoint("PlainForCausalLM", "tests.fixtures.plain_model:PlainModel", ENTRY_POINTS)
+    monkeypatch.setattr(
+        metadata,
+        "entry_points",
+        lambda group, name: [found] if (group, name) == (found.group, found.name) else [],
+    )
 
 
 def engine(path: Path, **options: Any) -> LLM:
@@ -187,3 +119,39 @@ def test_hidden_states_of_all_tokens_are_there_on_request(checkpoint: Path) -> N
     assert found == pytest.approx(
         [entry.logprobs[0] for entry in whole.prompt_logprobs[1:] if entry], abs=1e-4
     )
+
+
+@pytest.mark.row("E13", clauses=("sample", "allowed"))
+def test_a_file_beside_the_checkpoint_is_loaded_where_the_configuration_names_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = "plain_model.py:PlainModel"
+    expected = alone(checkpoint, GREEDY)
+    monkeypatch.setattr(metadata, "entry_points", lambda group, name: [])
+    with pytest.raises(CheckpointError, match="architecture 'PlainForCausalLM' is not supported"):
+        engine(checkpoint)
+    config = read_engine_config({"parameters": {"model_class": {"string_value": named}}}, checkpoint)
+    assert config.model.model_class.startswith(f"{checkpoint}/{named}#")
+    llm = engine(checkpoint, model_class=config.model.model_class)
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+    model = runner_of(llm.core).model
+    assert type(model).__name__ == "PlainModel" and not isinstance(model, PlainModel), "the file's own"
+
+
+@pytest.mark.row("E13", clauses=("allowed",))
+def test_code_elsewhere_and_what_is_no_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain_model.py").write_text("raise AssertionError('this was run')")
+
+    def read(named: str) -> EngineConfig:
+        return read_engine_config({"parameters": {"model_class": {"string_value": named}}}, checkpoint)
+
+    for elsewhere in (tmp_path / "plain_model.py", Path("..", "plain_model.py"), Path("none.py")):
+        with pytest.raises(ConfigError, match="model_class: no file"):
+            read(f"{elsewhere}:PlainModel")
+    for named, reason in (
+        ("plain_model.py:kv_groups", "does not inherit from quire.models.interface.Model"),
+        ("plain_model.py:Other", "model_class cannot be loaded from .*: AttributeError"),
+        ("collections:OrderedDict", "does not inherit from quire.models.interface.Model"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            engine(checkpoint, model_class=read(named).model.model_class)

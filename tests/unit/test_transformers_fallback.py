@@ -19,6 +19,7 @@ from quire.loader.load import load_model
 from quire.models.kv_groups import blocks_per_sequence
 from quire.models.transformers_fallback import TransformersModel
 from quire.plan.capacity import predict
+from quire.worker.kv_identity import kv_identity
 from tests.fixtures.checkpoints import FALLBACK_FAMILIES, make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.fixtures.runner_of import runner_of
@@ -131,13 +132,18 @@ def test_pickles_and_made_up_weights_are_loaded_as_asked(tmp_path: Path) -> None
     assert torch.isfinite(logits).all() and logits.std() > 0.1
 
 
-def test_a_digest_stands_for_the_weights(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    other = make_checkpoint("stablelm", tmp_path, seed=1, tokenizer=False)
-    digests = [
-        load_model(ModelConfig(model=str(path)), CPU, with_digest=True).weights_digest
-        for path in (checkpoints["stablelm"], checkpoints["stablelm"], other)
-    ]
-    assert digests[0] == digests[1] != digests[2]
+def test_blocks_are_told_from_those_of_other_weights_and_other_code(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    other = make_checkpoint("llama", tmp_path, seed=1, tokenizer=False)
+
+    def identity(path: Path, code: str) -> str:
+        loaded = load_model(ModelConfig(model=str(path), model_impl=code), CPU, with_digest=True)  # type: ignore[arg-type]
+        return json.dumps(kv_identity(loaded, CPU))
+
+    ways = ((checkpoints["llama"], "transformers"), (checkpoints["llama"], "quire"), (other, "transformers"))
+    found = [identity(*way) for way in ways]
+    assert len(set(found)) == 3 and identity(*ways[0]) == found[0]
 
 
 def test_half_precision_computes_in_the_checkpoints_type(checkpoints: Checkpoints) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,13 @@ def code_identity(device: torch.device) -> dict[str, Any]:
         "forced": registry.choices(),
         "processor": _processor(device),
     }
+
+
+def model_identity(model: object) -> list[str]:
+    """A model's class, and a digest of the file that it is in, which may be anybody's."""
+    kind = type(model)
+    source = Path(inspect.getfile(kind)).read_bytes()
+    return [kind.__qualname__, hashlib.blake2b(source, digest_size=16).hexdigest()]
 
 
 class FileIdentity(NamedTuple):

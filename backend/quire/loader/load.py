@@ -157,7 +157,7 @@ def empty_model(
     if hf.unused:
         logger.warning("%s: %s: not known, and not used", hf.path, in_line(", ".join(hf.unused)))
     hf = with_head(hf)
-    kind = model_class(hf, config.model_impl)
+    kind = model_class(hf, config.model_impl, config.model_class)
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with checkpoint_errors(hf):
         rules = read_rules(hf)

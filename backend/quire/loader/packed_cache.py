@@ -33,7 +33,7 @@ import xxhash
 from quire.config import ModelConfig
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
-from quire.loader.identity import FileIdentity, code_identity
+from quire.loader.identity import FileIdentity, code_identity, model_identity
 from quire.models.interface import Model
 from quire_common.cache import lasting_directory, locked
 from quire_common.errors import one_line
@@ -209,7 +209,7 @@ class PackedEntry:
         """Stands for all that decides what the weights of an empty model become."""
         identity = {
             "files": self._before.files,
-            "model": type(model).__name__,
+            "model": model_identity(model),
             "dtype": str(model.config.dtype),
             "quantization": self._config.quantization,
             "load_format": self._config.load_format,

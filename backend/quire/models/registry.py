@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
+from typing import Any
 
+from quire.errors import ConfigError
 from quire.layers.hf_config import HFConfig
 from quire.models.interface import Model
+from quire.named_code import load_class
 
+ENTRY_POINTS = "quire.models"
+"""Entry points of installed packages: classes of other models, by their names in `architectures`."""
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
@@ -71,21 +77,33 @@ def with_head(hf: HFConfig) -> HFConfig:
     return hf.replace(architectures=[name], tie_word_embeddings=True)
 
 
+def _checked(name: str, found: Any) -> type[Model]:
+    if not isinstance(found, type) or Model not in found.__mro__:
+        raise ConfigError(f"{name}: {found!r:.200} does not inherit from quire.models.interface.Model")
+    return found
+
+
 def uses_transformers(architecture: str, model_impl: str) -> bool:
     """Whether transformers computes an architecture; for `model_impl` see `ModelConfig`."""
     return model_impl == "transformers" or (model_impl == "auto" and architecture not in ARCHITECTURES)
 
 
-def model_class(hf: HFConfig, model_impl: str = "quire") -> type[Model]:
+def model_class(hf: HFConfig, model_impl: str = "quire", named: str = "") -> type[Model]:
     """The class for a checkpoint.
 
     Args:
         model_impl: see `ModelConfig`.
+        named: its `model_class`.
 
     Raises:
         CheckpointError: the architecture is not supported; lists those that are.
+        ConfigError: `named` cannot be had.
     """
+    if named:
+        return _checked("model_class", load_class("model_class", named))
     name = hf.architecture
+    for entry in () if name in ARCHITECTURES else metadata.entry_points(group=ENTRY_POINTS, name=name):
+        return _checked(entry.value, entry.load())
     if uses_transformers(name, model_impl):
         from quire.models.transformers_fallback import TransformersModel
 

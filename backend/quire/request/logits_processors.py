@@ -10,20 +10,16 @@ wait for as long as it takes, its constructor included. What it raises ends the 
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from quire.converters import fail, has_surrogates
-from quire.errors import ConfigError, EngineError, InvalidArgumentError, describe
+from quire.errors import EngineError, InvalidArgumentError, describe
+from quire.named_code import load_class
 from quire_common.client_json import parse_json
 from quire_common.errors import InputError, kind
 
@@ -93,53 +89,13 @@ def _parse_entry(field: str, entry: Any) -> NamedProcessor:
     return NamedProcessor(name, text)
 
 
-def resolved(entries: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """`logits_processors` with files by their whole path, each with a digest of what it holds: engines are
-    shared by models with equal configurations.
-
-    Raises:
-        ConfigError: a file is not there, or not below `directory`.
-    """
-    found, root = dict(entries), directory.resolve()
-    for name, where in entries.items():
-        file, colon, class_name = str(where).rpartition(":")
-        if not (colon and file.endswith(".py")):
-            continue
-        path = (root / file).resolve()
-        if not path.is_relative_to(root) or not path.is_file():
-            raise ConfigError(f"logits_processors: {name!r:.80}: no file {file!r:.200} in {root}")
-        found[name] = f"{path}:{class_name}#{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
-    return found
-
-
 def load_logits_processors(entries: Mapping[str, str]) -> dict[str, Callable[..., LogitsProcessor]]:
     """The classes of `logits_processors` by name; imports what they are in.
 
     Raises:
         ConfigError: one cannot be had; names it and says why.
     """
-    return {name: _load(name, where) for name, where in entries.items()}
-
-
-def _load(name: str, where: str) -> Callable[..., LogitsProcessor]:
-    place, _, class_name = where.partition("#")[0].rpartition(":")
-    try:
-        if place.endswith(".py"):
-            module_name = f"quire_logits_processor_{hashlib.sha256(where.encode()).hexdigest()[:16]}"
-            spec = importlib.util.spec_from_file_location(module_name, place)
-            assert spec is not None and spec.loader is not None, place
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        loaded: Callable[..., LogitsProcessor] = getattr(module, class_name)
-    except Exception as error:
-        raise ConfigError(
-            f"logits_processors: {name!r:.80} cannot be loaded from {where!r:.300} "
-            f'("file.py:Class" or "package.module:Class"): {describe(error)}'
-        ) from None
-    return loaded
+    return {name: load_class(f"logits_processors: {name!r:.80}", where) for name, where in entries.items()}
 
 
 class RowProcessors:

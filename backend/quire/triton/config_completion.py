@@ -18,7 +18,7 @@ from typing import Any
 from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
-from quire.request.logits_processors import resolved
+from quire.named_code import resolved
 from quire.triton import vllm_config
 from quire_common.checkpoint_files import without_links
 from quire_common.errors import HubError
@@ -92,9 +92,12 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
         CheckpointError: no checkpoint is found; names the places.
     """
     config = EngineConfig.from_mapping(read_engine_values(model_config, version_directory))
-    if processors := config.model.logits_processors:
-        config = config.replace(logits_processors=resolved(processors, version_directory))
-    return config
+    processors = {
+        name: resolved(f"logits_processors: {name!r:.80}", where, version_directory)
+        for name, where in config.model.logits_processors.items()
+    }
+    model_class = resolved("model_class", config.model.model_class, version_directory)
+    return config.replace(logits_processors=processors, model_class=model_class)
 
 
 def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:

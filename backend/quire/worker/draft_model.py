@@ -41,7 +41,10 @@ def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
     """Configuration for loading the draft model: `config` with its path, and with the target's longest
     sequence where `max_model_len` is unset."""
     return replace(
-        config, model=config.draft_model, max_model_len=config.max_model_len or target.max_position_embeddings
+        config,
+        model=config.draft_model,
+        model_class="",
+        max_model_len=config.max_model_len or target.max_position_embeddings,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.scheme import SCHEMES
-from quire.loader.identity import code_identity
+from quire.loader.identity import code_identity, model_identity
 from quire.loader.load import LoadedModel
 
 
@@ -26,7 +26,7 @@ def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
     config |= {"dtype": str(loaded.config.dtype), "scheme": scheme.identity()}
     return {
         "weights": loaded.weights_digest,
-        "model": type(model).__name__,
+        "model": model_identity(model),
         "config": config,
         "rotary": [
             layer.identity() for _, layer in model.named_modules() if isinstance(layer, RotaryEmbedding)

@@ -1,0 +1,61 @@
+"""Classes that an operator's configuration names, "file.py:Class" or "package.module:Class".
+
+What is not named is not imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, describe
+
+
+def resolved(key: str, where: str, directory: Path) -> str:
+    """A name with its file by the whole path, and a digest of what that holds: engines are shared by models
+    with equal configurations.
+
+    Args:
+        key: of the configuration, for complaints.
+        directory: in which files must lie, and where their relative paths begin.
+
+    Raises:
+        ConfigError: the file is not there, or not below `directory`.
+    """
+    file, colon, class_name = where.rpartition(":")
+    if not (colon and file.endswith(".py")):
+        return where
+    root = directory.resolve()
+    path = (root / file).resolve()
+    if not path.is_relative_to(root) or not path.is_file():
+        raise ConfigError(f"{key}: no file {file!r:.200} in {root}")
+    return f"{path}:{class_name}#{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def load_class(key: str, where: str) -> Any:
+    """The class of a name, for which its file or module is imported.
+
+    Raises:
+        ConfigError: it cannot be had; names it and says why.
+    """
+    place, _, class_name = where.partition("#")[0].rpartition(":")
+    try:
+        if place.endswith(".py"):
+            module_name = f"quire_named_code_{hashlib.sha256(where.encode()).hexdigest()[:16]}"
+            spec = importlib.util.spec_from_file_location(module_name, place)
+            assert spec is not None and spec.loader is not None, place
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        return getattr(module, class_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{key} cannot be loaded from {where!r:.300} "
+            f'("file.py:Class" or "package.module:Class"): {describe(error)}'
+        ) from None
