@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig, ModelConfig
@@ -18,6 +20,7 @@ from quire.errors import CheckpointError, ConfigError
 from quire.loader.load import load_model
 from quire.models.kv_groups import blocks_per_sequence
 from quire.models.transformers_fallback import TransformersModel
+from quire.models.transformers_layers import GatedLayer, Norm, PackedLayer, pack_layers
 from quire.plan.capacity import predict
 from quire.worker.kv_identity import kv_identity
 from tests.fixtures.checkpoints import FALLBACK_FAMILIES, make_checkpoint
@@ -272,3 +275,61 @@ def test_the_log_says_what_it_costs(checkpoints: Checkpoints, caplog: pytest.Log
     load_model(ModelConfig(model=str(checkpoints["stablelm"])), CPU)
     (line,) = (record.getMessage() for record in caplog.records if "model_impl" in record.getMessage())
     assert "StableLmForCausalLM" in line and "a step takes longer" in line and "no LoRA adapters" in line
+
+
+class _Gated(nn.Module):
+    """A gated layer, or one that looks like it."""
+
+    def __init__(
+        self, function: Callable[[torch.Tensor], torch.Tensor], swapped: bool = False, limit: float = math.inf
+    ) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.act_fn, self.swapped, self.limit = function, swapped, limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.swapped:
+            gate, up = up, gate
+        return self.down_proj(self.act_fn(gate) * up.clamp(max=self.limit))
+
+
+class _ScaledRMSNorm(nn.Module):
+    """An RMSNorm whose scale is `offset` more than its weight."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = nn.Parameter(torch.randn(64)), 1e-5, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * (self.weight + self.offset)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (_Gated(nn.functional.silu), GatedLayer),
+        (_Gated(nn.functional.gelu), GatedLayer),
+        (_Gated(nn.functional.relu), _Gated),
+        (_Gated(nn.functional.silu, swapped=True), _Gated),
+        (_Gated(nn.functional.silu, limit=10.0), _Gated),
+        (_ScaledRMSNorm(0.0), Norm),
+        (_ScaledRMSNorm(1.0), _ScaledRMSNorm),
+        (nn.Linear(64, 64), PackedLayer),
+    ],
+    ids=["silu", "gelu", "relu", "swapped", "limited", "norm", "other norm", "linear"],
+)
+def test_layers_become_one_call_where_that_computes_the_same(
+    module: nn.Module, kind: type[nn.Module]
+) -> None:
+    class Base(nn.Module):
+        def get_input_embeddings(self) -> None:
+            return None
+
+    base, x = Base(), torch.randn((1, 5, 64), generator=torch.Generator().manual_seed(1))
+    base.add_module("part", module)
+    with torch.no_grad():
+        expected = module(x)
+        pack_layers(base, nn.Module())
+        assert type(base.part) is kind
+        torch.testing.assert_close(base.part(x), expected, atol=1e-5, rtol=1e-5)

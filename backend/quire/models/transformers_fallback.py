@@ -49,10 +49,10 @@ from quire.models.interface import ForwardInputs, Model
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV
 from quire.models.registry import ARCHITECTURES
+from quire.models.transformers_layers import pack_layers
 from quire_common.errors import one_line, shown
 from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
-from quire_kernels.weights import PackedLinear
 
 logger = logging.getLogger("quire")
 
@@ -241,7 +241,7 @@ class TransformersModel(nn.Module, Model):
         Raises:
             CheckpointError: hidden states depend on other tokens by more than attention.
         """
-        packed = _pack(self.base, self.head)
+        packed = pack_layers(self.base, self.head)
         self._check_tokens()
         logger.warning(
             "transformers %s computes this model (%s; model_impl): a step takes longer, layers being many "
@@ -376,45 +376,6 @@ class _HiddenStates(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-
-
-class _PackedLinear(nn.Module):
-    """A linear layer in the form in which it is read fastest."""
-
-    def __init__(self, packed: PackedLinear) -> None:
-        super().__init__()
-        self.packed = packed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
-class _PackedTable(nn.Module):
-    """The table of an output head, as rows by token id."""
-
-    def __init__(self, packed: PackedLinear) -> None:
-        super().__init__()
-        self.packed = packed
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.packed.rows(token_ids)
-
-
-def _pack(base: PreTrainedModel, head: PreTrainedModel) -> int:
-    """Packs all plain linear layers; returns the bytes of the packed weights."""
-    table, num_bytes = base.get_input_embeddings(), 0
-    for owner in (base, head):
-        for name, module in list(owner.named_modules()):
-            is_table = isinstance(module, nn.Linear) and module.weight is getattr(table, "weight", None)
-            if type(module) is not nn.Linear or (is_table and type(table) is not nn.Embedding):
-                continue
-            packed = ops.pack_linear(module.weight.data, None if module.bias is None else module.bias.data)
-            num_bytes += packed.nbytes
-            path, _, leaf = name.rpartition(".")
-            setattr(owner.get_submodule(path), leaf, _PackedLinear(packed))
-            if is_table:
-                base.set_input_embeddings(_PackedTable(packed))
-    return num_bytes
 
 
 def _hidden(base: PreTrainedModel, x: torch.Tensor, positions: torch.Tensor, **mask: Any) -> torch.Tensor:

@@ -1,0 +1,147 @@
+"""pack_layers: brings the layers of a model of transformers into the forms that are computed fastest.
+
+Plain linear layers are packed. Norms and gated feed-forward layers are known by their names, and become one
+call where that gives the same numbers for random inputs: nothing is taken for what it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire_kernels import ops
+from quire_kernels.weights import PackedLinear
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_ROUNDING = 16
+"""Largest difference of two ways to compute the same, in units of the type's precision."""
+
+
+class PackedLayer(nn.Module):
+    """A linear layer in the form in which it is read fastest."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed, self.nbytes = packed, packed.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class PackedTable(nn.Module):
+    """The table of an output head, as rows by token id."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.rows(token_ids)
+
+
+class GatedLayer(nn.Module):
+    """A gated feed-forward layer as two products."""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.nbytes = gate_up, down, gate_up.nbytes + down.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate_up(x.reshape(-1, x.shape[-1]))).view(x.shape)
+
+
+class Norm(nn.Module):
+    """RMSNorm as one operator."""
+
+    nbytes = 0  # its weight is a parameter
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight.data, self.eps).view(x.shape)
+
+
+@torch.no_grad()
+def pack_layers(base: Any, head: nn.Module) -> int:
+    """Packs the layers of a model without its head, and its head; returns the bytes of what is packed."""
+    table = base.get_input_embeddings()
+    weight = table.weight if type(table) is nn.Embedding else None
+    num_bytes = 0
+    for parent, name, module in chain(_layers(base), _layers(head)):
+        made = _gated(module) or _norm(module) or _linear(module)
+        if made is not None:
+            setattr(parent, name, made)
+            num_bytes += made.nbytes
+            if isinstance(made, PackedLayer) and weight is not None and module.weight is weight:
+                base.set_input_embeddings(PackedTable(made.packed))
+    return num_bytes
+
+
+def _layers(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Each module below a module, with the one right above it and its name there; none below those that were
+    replaced meanwhile."""
+    for name, module in list(parent.named_children()):
+        yield parent, name, module
+        if getattr(parent, name) is module:
+            yield from _layers(module)
+
+
+def _linear(module: nn.Module) -> PackedLayer | None:
+    return PackedLayer(_packed(module)) if type(module) is nn.Linear else None
+
+
+def _packed(*linears: nn.Linear, activation: str | None = None) -> PackedLinear:
+    """Linear layers of one input as one; for `activation` see `ops.pack_linear`."""
+    weights, biases = [one.weight.data for one in linears], [one.bias for one in linears]
+    bias = None if biases[0] is None else torch.cat([one.data for one in biases])
+    return ops.pack_linear(
+        weights[0] if len(weights) == 1 else torch.cat(weights), bias, activation=activation
+    )
+
+
+def _gated(module: Any) -> GatedLayer | None:
+    """The same as a gated layer, if it is one."""
+    parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    function = getattr(module, "act_fn", None)
+    if function is None or any(type(part) is not nn.Linear for part in parts):
+        return None
+    gate, up, down = parts
+    x = torch.linspace(-8, 8, 512, device=gate.weight.device)
+    named = [name for name, one in _ACTIVATIONS.items() if torch.equal(function(x), one(x))]
+    if not named or (gate.bias is None) != (up.bias is None) or gate.weight.shape != up.weight.shape:
+        return None
+    made = GatedLayer(_packed(gate, up, activation=named[0]), _packed(down))
+    return made if _is_same(module, made, gate.weight) else None
+
+
+def _norm(module: Any) -> Norm | None:
+    """The same as one operator, if it is an RMSNorm."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
+        return None
+    if weight.ndim != 1:
+        return None
+    made = Norm(weight.data, eps)
+    return made if _is_same(module, made, weight) else None
+
+
+def _is_same(module: nn.Module, made: nn.Module, weight: torch.Tensor) -> bool:
+    """Whether two modules have the same results, but for rounding, for rows of a weight's size: small ones,
+    where an epsilon counts, and large ones, which limits would cut."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((1, 3, weight.shape[-1]), generator=generator) * torch.tensor([[1e-3], [1.0], [1e2]])
+    expected, found = (one(x.to(weight)).float() for one in (module, made))
+    limits = _ROUNDING * torch.finfo(weight.dtype).eps * expected.norm(dim=-1)
+    return expected.shape == found.shape and bool(((expected - found).norm(dim=-1) <= limits).all())
