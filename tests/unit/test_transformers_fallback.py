@@ -237,6 +237,16 @@ def test_keys_that_nobody_obeys_are_refused(tmp_path: Path) -> None:
     assert "code that auto_map names is not run" in unknown
 
 
+@pytest.mark.parametrize("value", [10**9, 10**12, 0, -1, "2", None, 1.5])
+def test_sizes_that_take_for_ever_are_refused(value: Any, tmp_path: Path) -> None:
+    configured(tmp_path, "stablelm")
+    if value != 10**9:
+        text = refused(tmp_path, max_position_embeddings=value)
+        assert "max_position_embeddings" in text
+    text = refused(tmp_path, max_position_embeddings=64, num_hidden_layers=value)
+    assert "num_hidden_layers" in text
+
+
 def test_tokens_that_change_by_others_of_the_batch_are_refused(tmp_path: Path) -> None:
     """Frequencies of longrope follow the longest position of a batch."""
     scaling = {

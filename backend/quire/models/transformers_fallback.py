@@ -39,8 +39,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from quire.converters import INT32_MAX
 from quire.errors import CheckpointError, ConfigError
-from quire.layers.config import DecoderConfig
+from quire.layers.config import MAX_LAYERS, DecoderConfig
 from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Weight
 from quire.layers.rotary import NO_ROPE, RopeConfig
@@ -62,6 +63,8 @@ _NUM_TOKENS = 8
 """Tokens of that pass."""
 _CANNOT = "cannot run on transformers' code"
 _MAX_LISTED = 16
+_MOST_POSITIONS = 2**24
+"""Positions among which the end of a window is looked for."""
 _KNOWN = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"))
 """Keyword arguments of an attention that are obeyed, or that change nothing here."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -426,6 +429,10 @@ def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
         raise hf.error(f"{name} {_CANNOT}: it keeps a state beside keys and values")
     if not kind._can_set_attn_implementation():
         raise hf.error(f"{name} {_CANNOT}: its attention does not go by the attention interface")
+    for key, most in (("num_hidden_layers", MAX_LAYERS), ("max_position_embeddings", INT32_MAX)):
+        value = getattr(found, key, None)
+        if type(value) is not int or not 1 <= value <= most:
+            raise hf.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
 
 
 def _read(values: dict[str, Any]) -> PreTrainedConfig:
@@ -508,7 +515,7 @@ def _look_at_mask(
     **_: Any,
 ) -> torch.Tensor:
     """A mask function, as transformers' interface has it: marks the mask with the window that it means."""
-    last = config.max_position_embeddings - 1
+    last = min(config.max_position_embeddings, _MOST_POSITIONS) - 1
     mask: Any = torch.empty((1, 1, q_length, kv_length))
     counts = [_num_seen(mask_function, position, last) for position in (last - 1, last)]
     if counts == [last, last + 1]:
