@@ -18,6 +18,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig, ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.loader.load import load_model
+from quire.models import transformers_fallback
 from quire.models.kv_groups import blocks_per_sequence
 from quire.models.transformers_fallback import TransformersModel
 from quire.models.transformers_layers import GatedLayer, Norm, PackedLayer, pack_layers
@@ -263,6 +264,19 @@ def test_tokens_that_change_by_others_of_the_batch_are_refused(tmp_path: Path) -
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
     with pytest.raises(CheckpointError, match="hidden state changes with other tokens of a batch"):
         load_model(ModelConfig(model=str(path), model_impl="transformers"), CPU)
+
+
+def test_what_fails_in_the_code_is_refused_in_one_line(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise AttributeError("'PackedLayer' object has no\nattribute 'in_features'")
+
+    monkeypatch.setattr(transformers_fallback, "pack_layers", fail)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(ModelConfig(model=str(checkpoints["stablelm"])), CPU)
+    text = str(caught.value)
+    assert text.startswith("StableLmForCausalLM cannot run on transformers' code: ") and "\n" not in text
 
 
 def test_what_the_code_has_not_is_refused_by_its_key(checkpoints: Checkpoints) -> None:

@@ -244,13 +244,21 @@ class TransformersModel(nn.Module, Model):
         Raises:
             CheckpointError: hidden states depend on other tokens by more than attention.
         """
-        packed = pack_layers(self.base, self.head)
-        self._check_tokens()
+        name = type(self.head).__name__
+        try:
+            packed, change = pack_layers(self.base, self.head), self._change_by_others()
+        except Exception as error:  # transformers' code raises what it likes
+            raise CheckpointError(f"{name} {_CANNOT}: {one_line(error)}") from error
+        if change > _TOLERANCE:
+            raise CheckpointError(
+                f"{name} {_CANNOT}: a token's hidden state changes with other tokens of a batch, not by "
+                "attention alone (a convolution, or a rotary embedding that follows the longest sequence)"
+            )
         logger.warning(
             "transformers %s computes this model (%s; model_impl): a step takes longer, layers being many "
             "calls, and there are no LoRA adapters, quantisation, ranks and CUDA graphs",
             transformers.__version__,
-            type(self.head).__name__,
+            name,
         )
         return packed + sum(one.nbytes for one in self.parameters())
 
@@ -272,8 +280,9 @@ class TransformersModel(nn.Module, Model):
                 )
         self.eval().requires_grad_(False)
 
-    def _check_tokens(self) -> None:
-        """Computes a token beside two different ones, each without attending to the other."""
+    def _change_by_others(self) -> float:
+        """Computes a token beside two different ones, without attention between them; returns the change of
+        its hidden state, relative to that."""
         embed, last = self.base.get_input_embeddings(), self.config.max_position_embeddings - 1
         self._step.inputs, found = None, []
         with torch.inference_mode():
@@ -281,13 +290,7 @@ class TransformersModel(nn.Module, Model):
                 token_ids = torch.tensor([other, 2], device=self._device)
                 positions = torch.tensor([position, 1], device=self._device)
                 found.append(_hidden(self.base, embed(token_ids), positions)[1].float())
-        change, size = (found[0] - found[1]).norm(), found[1].norm()
-        if change > _TOLERANCE * size:
-            raise CheckpointError(
-                f"{type(self.head).__name__} {_CANNOT}: a token's hidden state changes with other tokens of "
-                "a batch, not by attention alone (a convolution, or a rotary embedding that follows the "
-                "longest sequence)"
-            )
+        return float((found[0] - found[1]).norm() / found[1].norm())
 
 
 class _Step:
