@@ -188,11 +188,12 @@ def test_the_model_directory_of_vllm_backend_is_read(
         return read_engine_config({"parameters": {"num_blocks": {"string_value": "7"}}}, version)
 
     arguments = {"trust_remote_code": True, "swap_space": 4, "seed": None, "tensor_parallel_size": 2}
-    config = read(dtype="half", enforce_eager=True, max_model_len=64, **arguments)
+    config = read(dtype="half", enforce_eager=True, max_model_len=64, model_impl="vllm", **arguments)
     assert [record.getMessage() for record in caplog.records] == [
         "model.json: without effect here: trust_remote_code, swap_space"
     ]
-    assert config.model.tensor_parallel_size == 2
+    assert (config.model.tensor_parallel_size, config.model.model_impl) == (2, "quire")
+    assert read(model_impl="transformers").model.model_impl == "transformers"
     assert config.frontend.dialect == "vllm" and config.cache.num_blocks == 7
     assert (config.model.dtype, config.model.max_model_len) == ("float16", 64)
     assert config.model.model == str(version / "checkpoint")

@@ -27,7 +27,7 @@ _SAME = frozenset(
         *("model", "tokenizer", "dtype", "load_format", "max_model_len", "seed", "enforce_eager"),
         *("block_size", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
         *("max_num_seqs", "max_num_batched_tokens", "async_scheduling", "tensor_parallel_size"),
-        *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+        *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "model_impl"),
     )
 )
 """Arguments that are called as here; a value that is not known here is refused as any other."""
@@ -36,6 +36,7 @@ _VALUES = {
     ("dtype", "float"): "float32",
     ("kv_cache_dtype", "fp8_e4m3"): "fp8",
     ("load_format", "pt"): "bin",
+    ("model_impl", "vllm"): "quire",
 }
 _ONE = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 """Only 1 is possible."""
