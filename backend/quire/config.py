@@ -299,9 +299,6 @@ class FrontendConfig:
     answer that is not streamed with the prompt, unless `exclude_input_in_output` is true. With vllm the
     defaults are temperature 1 and 16 tokens, responses hold text alone and what a `return_*` asks for, and
     `logprobs` and `finish_reason` have vllm_backend's form. The names of all are understood in any case."""
-    metrics_names: Literal["quire", "vllm"] = "quire"
-    """Names at /metrics. vllm: figures that vLLM has, too, appear under its names as well, for gateways and
-    dashboards that look for them."""
     allow_sleep: bool = False
     """Whether clients may put the engine to sleep, in which it answers nobody, and wake it."""
     allow_cache_control: bool = True

@@ -46,6 +46,7 @@ WINDOW_S = 1.5
 STRAY = 1
 """Times that a thread may wake in a window without a reason."""
 CHART = ROOT / "docker" / "kubernetes" / "quire" / "files"
+REPORT = 'parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "true" } }'
 
 
 FRONT = """
@@ -143,11 +144,11 @@ def server_of(folder: Path, checkpoint: Path, step_ms: float) -> ServerProcess:
             folder / "repository",
             name,
             checkpoint,
+            config=REPORT,
             max_num_seqs=2,
             max_num_batched_tokens=4096,
             max_model_len=16_384,
             num_blocks=256,
-            metrics_names="vllm",
             watchdog_s=0,
         )
     write_model(folder / "repository", "front", FRONT)

@@ -628,8 +628,7 @@ def test_the_lora_client_and_checks_of_vllm_backend(
     model = "vllm_llama_multi_lora"
     arguments = {"model": "./weights/backbone/gemma-2b", "block_size": 16, "enable_lora": switch}
     arguments |= {"max_lora_rank": 32} if is_on else {}
-    names = parameter("metrics_names", "vllm")
-    copy_sample(models, model, names, **arguments, distributed_executor_backend="ray")
+    copy_sample(models, model, REPORT, **arguments, distributed_executor_backend="ray")
     listed = {"doll": "./weights/loras/GemmaDoll", "sheep": "./weights/loras/GemmaSheep"}
     (models / model / "1" / "multi_lora.json").write_text(json.dumps(listed))
     folder = Path("ci") / "L0_multi_gpu_vllm" / "multi_lora"

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from quire.config import EngineConfig
 from quire.engine.processes import name_threads, wait_readable
-from quire.errors import ConfigError, QuireError, UnavailableError
+from quire.errors import QuireError, UnavailableError
 from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
 
@@ -112,8 +112,8 @@ class TritonPythonModel:
         context: zmq.Context[Any] = zmq.Context()
         directory = self._supervisor.directory
         names = {"model_name": args["model_name"], "engine": directory.name.rpartition("-")[2]}
-        shows_names = config.frontend.metrics_names == "vllm"
-        self._board = MetricsBoard(pb_utils, names if shows_names else None)
+        shows_vllm = config_completion.shows_vllm_metrics(model_config, version_directory)
+        self._board = MetricsBoard(pb_utils, names if shows_vllm else None)
         identity = args["model_name"], args["model_version"]
         metrics = RequestMetrics(self._board, *identity, config.scheduler.tenants)
         link = EngineLink(
@@ -126,9 +126,7 @@ class TritonPythonModel:
         timeline.end("engine")
         self._vllm_board = None
         on_output = None
-        if config_completion.shows_vllm_metrics(model_config, version_directory):
-            if shows_names:
-                raise ConfigError("REPORT_CUSTOM_METRICS: metrics_names=vllm shows these names already")
+        if shows_vllm:
             self._vllm_board = MetricsBoard(pb_utils, period_s=0.0)
             on_output = VllmBackendMetrics(self._vllm_board, *identity, engine.info.max_model_len).on_output
         self._traces = RequestTraces.of_environment()
