@@ -442,6 +442,82 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     registry.select("add_lora", x.device.type, x.dtype, rank=rank)(y, x, a, b, slots)
 
 
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
+) -> torch.Tensor:
+    """Causal convolution of each channel over the tokens of its sequence, with SiLU behind it.
+
+    Sums and SiLU are float32; the result is rounded once.
+
+    Args:
+        x: [num_tokens, num_channels], of any stride of rows.
+        weight: [num_taps, num_channels] in x's type, contiguous; the last tap is the token's own.
+        states: [num_blocks, num_taps - 1, num_channels] in x's type, each block's contiguous: the last inputs
+            of the sequence, zeros before its first one; written in place.
+        meta: the batch. `block_table[:, 0]` is the block of each sequence's state, of which no two are the
+            same. A sequence without other tokens than its new ones begins with zeros, whatever is there.
+
+    Returns:
+        [num_tokens, num_channels] in x's type.
+    """
+    num_taps, num_channels = weight.shape
+    assert x.shape == (meta.num_tokens, num_channels) and x.stride(1) == 1, (x.shape, x.stride())
+    assert states.shape[1:] == (num_taps - 1, num_channels) and weight.is_contiguous(), states.shape
+    assert states.stride()[1:] == (num_channels, 1) and x.dtype == weight.dtype == states.dtype
+    function = registry.select("causal_conv", x.device.type, x.dtype, num_channels=num_channels)
+    out: torch.Tensor = function(x, weight, states, meta)
+    return out
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    log_decay: torch.Tensor,
+    step_bias: torch.Tensor,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+) -> torch.Tensor:
+    """Linear attention by the gated delta rule (Yang et al., 2024, arXiv 2412.06464).
+
+    With k and q of length 1, a token makes of each head's state S
+
+        S = decay * S;  S = S + k (rate * (v - k S));  output = q S / sqrt(key_dim)
+
+    where decay = exp(-exp(log_decay) * softplus(a + step_bias)) and rate = sigmoid(b). All is float32; the
+    output is rounded once. The bits of a token depend on the tokens before it in its sequence, and not on how
+    these were cut into batches.
+
+    Args:
+        query: [num_tokens, num_key_heads, key_dim], of any length; tokens may have any stride.
+        key: the same shape.
+        value: [num_tokens, num_heads, value_dim]; num_heads is a multiple of num_key_heads, consecutive heads
+            share a key head.
+        a: [num_tokens, num_heads]; and `b`.
+        log_decay: float32 [num_heads]; and `step_bias`.
+        states: float32 [num_blocks, num_heads, key_dim, value_dim], each block's contiguous; written in
+            place.
+        meta: see `causal_conv`.
+
+    Returns:
+        [num_tokens, num_heads, value_dim] in value's type.
+    """
+    num_tokens, num_heads, value_dim = value.shape
+    key_dim = key.shape[2]
+    assert query.shape == key.shape and num_tokens == meta.num_tokens and num_heads % key.shape[1] == 0
+    assert a.shape == b.shape == (num_tokens, num_heads), (a.shape, b.shape)
+    assert states.shape[1:] == (num_heads, key_dim, value_dim) and states.dtype == torch.float32, states.shape
+    assert states.stride()[1:] == (key_dim * value_dim, value_dim, 1), states.stride()
+    assert log_decay.dtype == step_bias.dtype == torch.float32, (log_decay.dtype, step_bias.dtype)
+    function = registry.select(
+        "gated_delta_rule", value.device.type, value.dtype, key_dim=key_dim, value_dim=value_dim
+    )
+    out: torch.Tensor = function(query, key, value, a, b, log_decay, step_bias, states, meta)
+    return out
+
+
 def route(
     logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,6 +63,7 @@ def declarations() -> Declarations:
     names = (
         "layout.h",
         "elementwise.h",
+        "gated_delta.h",
         "gemm.h",
         "blocks.h",
         "pack.h",

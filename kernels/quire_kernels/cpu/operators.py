@@ -41,6 +41,8 @@ logger = logging.getLogger("quire_kernels")
 DTYPES = tuple(TYPES)
 VECTOR = 16
 """Sizes of heads and rows are multiples of it."""
+MAX_KEY_DIM = 256
+"""Largest size of the keys of the gated delta rule; `max_key_dim` of gated_delta.h."""
 
 
 def rms_norm(
@@ -248,6 +250,58 @@ def add_lora(
     )
 
 
+def causal_conv(
+    isa: str, x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
+) -> torch.Tensor:
+    """See `ops.causal_conv`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    kept, batch = declarations().structure("States")(states.data_ptr(), states.stride(0)), batch_struct(meta)
+    _kernels(isa).quire_causal_conv(
+        TYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[1],
+        weight.data_ptr(),
+        weight.shape[0],
+        byref(kept),
+        byref(batch),
+        out.data_ptr(),
+    )
+    return out
+
+
+def gated_delta_rule(
+    isa: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    log_decay: torch.Tensor,
+    step_bias: torch.Tensor,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+) -> torch.Tensor:
+    """See `ops.gated_delta_rule`."""
+    query, key, value = (_with_heads_together(each) for each in (query, key, value))
+    a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (a, b))
+    out = torch.empty(value.shape, dtype=value.dtype)
+    operands = (query, key, value, a, b)
+    rule = declarations().structure("DeltaRule")(
+        *(each.data_ptr() for each in operands),
+        *(each.stride(0) for each in operands),
+        log_decay.data_ptr(),
+        step_bias.data_ptr(),
+        query.shape[1],
+        *(value.shape[1], query.shape[2], value.shape[2]),
+    )
+    kept, batch = declarations().structure("States")(states.data_ptr(), states.stride(0)), batch_struct(meta)
+    _kernels(isa).quire_gated_delta_rule(
+        TYPES[value.dtype], byref(rule), byref(kept), byref(batch), out.data_ptr()
+    )
+    return out
+
+
 def linear(isa: str, *args: Any) -> NativeLinear:
     """See `ops.pack_linear`."""
     return pack_dense(isa, _kernels(isa), *args)
@@ -295,6 +349,11 @@ def _in_vectors(*sizes: str) -> Any:
     return predicate
 
 
+def _can_scan(isa: str, **facts: Any) -> bool:
+    in_vectors: bool = _in_vectors("key_dim", "value_dim")(isa, **facts)
+    return in_vectors and facts["key_dim"] <= MAX_KEY_DIM
+
+
 def _can_sample(isa: str, **facts: Any) -> bool | Declined:
     return library(isa) is not None and is_not_typical(**facts)
 
@@ -314,6 +373,8 @@ _OPERATORS = (
     ("forbid_others", forbid_others, _in_vectors()),
     ("sample", sample, _can_sample),
     ("add_lora", add_lora, _in_vectors()),
+    ("causal_conv", causal_conv, _in_vectors("num_channels")),
+    ("gated_delta_rule", gated_delta_rule, _can_scan),
     ("linear", linear, _can_pack),
     ("grouped_linear", grouped_linear, _can_pack),
     ("head_linear", head_linear, _can_pack),

@@ -1,5 +1,27 @@
 """PyTorch implementations of every operator, for any device: the meaning of each, vectorised."""
 
-from quire_kernels.reference import attention, cache, elementwise, heads, linear, logits, lora, moe, sampling
+from quire_kernels.reference import (
+    attention,
+    cache,
+    elementwise,
+    gated_delta,
+    heads,
+    linear,
+    logits,
+    lora,
+    moe,
+    sampling,
+)
 
-__all__ = ["attention", "cache", "elementwise", "heads", "linear", "logits", "lora", "moe", "sampling"]
+__all__ = [
+    "attention",
+    "cache",
+    "elementwise",
+    "gated_delta",
+    "heads",
+    "linear",
+    "logits",
+    "lora",
+    "moe",
+    "sampling",
+]

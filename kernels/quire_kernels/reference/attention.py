@@ -184,23 +184,24 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tens
 
     Args:
         cache: [num_blocks, 2, num_kv_heads, block_size, *inner] (a layer's keys and values, or their scales);
-            each head of a block is contiguous, and the strides of blocks and halves are multiples of the
-            heads'.
+            each head of a block is contiguous.
         blocks: int64 [n, num_blocks] or [num_blocks].
     """
     _, _, num_kv_heads, block_size, *inner = cache.shape
     per_block, per_half, pitch = cache.stride()[:3]
     size = block_size * math.prod(inner)
-    assert cache[0, 0, 0].is_contiguous() and per_block % pitch == 0 and per_half % pitch == 0
-    per_block, per_half = per_block // pitch, per_half // pitch
-    # One row of this matrix is one head of one block: gathering rows in the order of the result copies
+    assert cache[0, 0, 0].is_contiguous()
+    # Heads lie a multiple of this apart, but not always of their size: a block may be larger than its keys.
+    unit = math.gcd(per_block, per_half, pitch)
+    per_block, per_half, per_head = per_block // unit, per_half // unit, pitch // unit
+    # Some rows of this matrix are the heads of the blocks: gathering rows in the order of the result copies
     # each byte once, where gathering blocks and transposing would copy it twice.
-    rows = (cache.shape[0] - 1) * per_block + per_half + num_kv_heads
-    pieces = cache.as_strided((rows, size), (pitch, 1))
+    rows = (cache.shape[0] - 1) * per_block + per_half + (num_kv_heads - 1) * per_head + 1
+    pieces = cache.as_strided((rows, size), (unit, 1))
     if cache.dtype == torch.float8_e4m3fn:
         # As bytes: not every device can index float8.
         pieces = pieces.view(torch.int8)
-    heads = torch.arange(num_kv_heads, device=blocks.device).unsqueeze(1)
+    heads = torch.arange(num_kv_heads, device=blocks.device).unsqueeze(1) * per_head
     index = blocks.unsqueeze(-2) * per_block + heads
     shape = (*blocks.shape[:-1], num_kv_heads, blocks.shape[-1] * block_size, *inner)
     first = pieces.index_select(0, index.reshape(-1)).view(cache.dtype).view(shape)

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "elementwise.h"
+#include "gated_delta.h"
 #include "gemm.h"
 #include "gemm_avx2.h"
 #include "gemm_grouped.h"
@@ -184,6 +185,19 @@ void quire_add_lora(Type type, void* y, int64_t ldy, const void* x, int64_t ldx,
     add_lora(Matrix<T>{static_cast<T*>(y), ldy}, Matrix<const T>{static_cast<const T*>(x), ldx}, slots, num_tokens, *part,
              rank, num_inputs);
   });
+}
+
+void quire_causal_conv(Type type, const void* x, int64_t ldx, int64_t num_channels, const void* weight, int num_taps,
+                       const States* states, const Batch* batch, void* y) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    causal_conv(static_cast<const T*>(x), ldx, num_channels, static_cast<const T*>(weight), num_taps, *states, *batch,
+                static_cast<T*>(y));
+  });
+}
+
+void quire_gated_delta_rule(Type type, const DeltaRule* rule, const States* states, const Batch* batch, void* y) {
+  with_type(type, [&](auto* t) { gated_delta_rule(*rule, *states, *batch, static_cast<decltype(t)>(y)); });
 }
 
 void quire_decoder_forward(const Decoder* model, const Step* step) {

@@ -1,0 +1,65 @@
+"""Linear attention by the gated delta rule and its convolution, token by token, for any device."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.registry import implementation
+
+
+@implementation("causal_conv", "reference", is_recordable=False)
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
+) -> torch.Tensor:
+    """See `ops.causal_conv`."""
+    outputs, blocks = [], meta.block_table[:, 0]
+    num_taps = weight.shape[0]
+    for own, block, seq_len in zip(x.split(meta.query_lens), blocks, meta.seq_lens_list, strict=True):
+        before = states[block] if seq_len > len(own) else torch.zeros_like(states[block])
+        inputs = torch.cat([before, own])
+        taps = inputs.float().unfold(0, num_taps, 1)  # [query_len, num_channels, num_taps]
+        outputs.append(functional.silu((taps * weight.float().T).sum(-1)).to(x.dtype))
+        states[block] = inputs[len(own) :]
+    return torch.cat(outputs)
+
+
+@implementation("gated_delta_rule", "reference", is_recordable=False)
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    log_decay: torch.Tensor,
+    step_bias: torch.Tensor,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+) -> torch.Tensor:
+    """See `ops.gated_delta_rule`: a token of every sequence at a time."""
+    (_, num_heads, _), key_dim = value.shape, key.shape[2]
+    query, key = (
+        (x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
+            num_heads // key.shape[1], 1
+        )
+        for x in (query, key)
+    )
+    decay = (-log_decay.exp() * functional.softplus(a.float() + step_bias)).exp()
+    rate, values = b.float().sigmoid(), value.float()
+    out = torch.empty_like(values)
+    device, blocks = value.device, meta.block_table[:, 0].long()
+    query_lens = torch.tensor(meta.query_lens, device=device)
+    is_new = query_lens == torch.tensor(meta.seq_lens_list, device=device)
+    state = torch.where(is_new[:, None, None, None], 0.0, states[blocks])
+    starts = meta.query_start_loc[:-1].long()
+    for index in range(meta.max_query_len):
+        rows = (query_lens > index).nonzero()[:, 0]
+        tokens = starts[rows] + index
+        before = state[rows] * decay[tokens, :, None, None]
+        found = torch.einsum("shkv,shk->shv", before, key[tokens])
+        delta = (values[tokens] - found) * rate[tokens, :, None]
+        state[rows] = before + key[tokens].unsqueeze(-1) * delta.unsqueeze(-2)
+        out[tokens] = torch.einsum("shkv,shk->shv", state[rows], query[tokens]) * key_dim**-0.5
+    states[blocks] = state
+    return out.to(value.dtype)
