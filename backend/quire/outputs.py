@@ -201,6 +201,8 @@ class RunnerInfo:
     eos_token_ids: frozenset[int]
     kv_groups: tuple[KVGroup, ...]
     kv_cache_bytes: int = 0
+    block_size: int = 0
+    """Tokens per block; 0: as configured."""
     kv_identity: dict[str, Any] = field(default_factory=dict)
     """Everything that decides the bits of keys and values, as JSON can hold it; empty unless other processes
     may find them."""

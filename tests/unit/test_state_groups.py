@@ -14,6 +14,7 @@ import torch
 
 from quire import SamplingParams
 from quire.errors import ConfigError
+from quire.layers.config import DecoderConfig
 from quire.loader import load
 from quire.models.kv_groups import STATE_WINDOW, KVGroup, blocks_per_sequence, kv_groups
 from quire.models.kv_spec import AttentionKV
@@ -472,3 +473,21 @@ def test_aborts_at_any_time_disturb_nobody(path: Path, expected: list[list[int]]
 def test_drafts_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="num_draft_tokens=2: layers of this model keep a state"):
         engine(path, num_draft_tokens=2)
+
+
+def test_keys_of_a_block_are_as_large_as_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the default `block_size` alone; what is stated holds."""
+
+    class LargeStates(SumModel):
+        def state_bytes(self, config: DecoderConfig) -> dict[int, int]:
+            return dict.fromkeys(self.layer_class.sums, 100_000)
+
+    monkeypatch.setattr(load, "model_class", lambda hf: LargeStates)
+    path = make_checkpoint("smollm3", tmp_path)
+    for stated, size, layer_bytes in ((16, 448, 448 * 256), (32, 32, 100_000)):
+        core = engine(path, block_size=stated, num_blocks=16).core
+        assert core.kv.block_size == core.config.cache.block_size == core.info.block_size == size
+        assert core.executor.kv_cache.block_bytes == 2 * layer_bytes
+    # Whose states are as large as a token's keys.
+    monkeypatch.setattr(load, "model_class", lambda hf: SumModel)
+    assert engine(path, block_size=16).core.kv.block_size == 16

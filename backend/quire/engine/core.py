@@ -96,9 +96,12 @@ class EngineCore:
         self, config: EngineConfig, executor: Executor | None = None, saved: SavedAdapters | None = None
     ) -> None:
         executor = make_executor(config) if executor is None else executor
-        self.config = config
         self.executor = executor
         self.info = info = executor.info
+        if info.block_size:
+            chosen: Any = info.block_size  # of a model with states it may be none that a file may state
+            config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, block_size=chosen))
+        self.config = config
         cache, limits = config.cache, config.scheduler
         self._publisher = _publisher(cache)
         self._events = None if self._publisher is None else KVEventCollector()

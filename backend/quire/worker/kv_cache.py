@@ -110,6 +110,23 @@ def num_blocks_for(
 
 _ALIGNMENT = 16
 """Bytes whose multiple a state begins at."""
+_LARGE_BLOCKS = 64
+"""Tokens whose multiple a block beside states has: as tiles of attention have them."""
+
+
+def _block_size(cache: CacheConfig, model: Model) -> int:
+    """Tokens per block: `block_size`, or, where that is the default and layers keep states, so many that the
+    keys and values of a block have at least as many bytes as a state."""
+    state_bytes = max(group.state_bytes for group in model.kv_groups)
+    has_attention = not all(group.is_state for group in model.kv_groups)
+    if cache.block_size != CacheConfig.block_size or not (state_bytes and has_attention):
+        return cache.block_size
+    spec = model.kv_spec(cache.kv_cache_dtype)
+    if spec.layer_bytes(cache.block_size) >= state_bytes:
+        return cache.block_size
+    size = -(-state_bytes // spec.layer_bytes(_LARGE_BLOCKS)) * _LARGE_BLOCKS
+    logger.info("block_size=%d: its keys and values are as large as a state of %d bytes", size, state_bytes)
+    return size
 
 
 @dataclass(frozen=True)
@@ -135,7 +152,7 @@ class KVLayout:
                 size of its attention chunks, or its layers keep states and drafts are to be tried.
         """
         shape, asked = model.config, config.model.max_model_len
-        size, kv_type = config.cache.block_size, config.cache.kv_cache_dtype
+        size, kv_type = _block_size(config.cache, model), config.cache.kv_cache_dtype
         draft_bytes = 0
         if draft is not None:
             draft_bytes = layers_per_group(draft.kv_groups) * draft.kv_spec(kv_type).layer_bytes(size)

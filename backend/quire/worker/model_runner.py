@@ -184,7 +184,7 @@ class ModelRunner:
             num_blocks,
             layout.spec,
             layout.layers_per_block,
-            cache.block_size,
+            layout.block_size,
             self.device,
             layout.layer_bytes,
             has_scratch=graph_backend is not None,
@@ -194,11 +194,12 @@ class ModelRunner:
         if draft is not None:
             spec = draft.kv_spec(cache.kv_cache_dtype)
             num_layers = layers_per_group(draft.kv_groups)
-            pool = KVCache(num_blocks, spec, num_layers, cache.block_size, self.device)
+            pool = KVCache(num_blocks, spec, num_layers, layout.block_size, self.device)
             self.draft = DraftModel(draft, pool, limits.max_num_batched_tokens)
         timeline.end("KV cache")
         self.info = RunnerInfo(
             num_blocks=num_blocks,
+            block_size=layout.block_size,
             max_model_len=max_model_len,
             vocab_size=shape.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
@@ -214,7 +215,7 @@ class ModelRunner:
             num_threads=self._num_threads,
             start_s=timeline.phases,
             adapter_targets=() if self.slots is None else self.slots.targets,
-            work=self.model.work(layout.spec.layer_bytes(cache.block_size) // cache.block_size),
+            work=self.model.work(layout.spec.layer_bytes(layout.block_size) // layout.block_size),
         )
         self.tiers: KVTiers | None = None
         directory, end = config.model.tokenizer or config.model.model, loaded.eos_token_ids
@@ -223,7 +224,7 @@ class ModelRunner:
             limits.max_num_seqs,
             max_model_len,
             self.kv_cache,
-            cache.block_size,
+            layout.block_size,
             self.device,
             len(groups),
             self._grammars,
