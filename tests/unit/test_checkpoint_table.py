@@ -34,6 +34,7 @@ from tests.fixtures.checkpoints import (
     DENSE_FAMILIES,
     FAMILIES,
     GEMMA_FAMILIES,
+    HYBRID_FAMILIES,
     MLA_FAMILIES,
     MLA_SIBLINGS,
     MOE_FAMILIES,
@@ -177,7 +178,7 @@ def test_the_families_are_those_there_are() -> None:
 
 def test_plain_weights_load_of_every_family_that_says_so(plain: Callable[..., Path], tmp_path: Path) -> None:
     families = (*TEXT_FAMILIES, *DENSE_FAMILIES, *MOE_FAMILIES, *OTHER_FAMILIES, *MLA_FAMILIES, *MLA_SIBLINGS)
-    paths = [plain(family) for family in families]
+    paths = [plain(family) for family in (*families, *HYBRID_FAMILIES)]
     paths += [make_vision_checkpoint(kind, tmp_path / kind) for kind in (*VISION_KINDS, *OTHER_KINDS)]
     for path in paths:
         driver = Driver.load(path, dtype="float32")

@@ -2,7 +2,7 @@
 recomputation or by swapping, loaded from the host tier or (by another engine) from disk, planned ahead.
 
 Checkpoints: full attention, full attention with query and key norms, sliding windows in all layers and in
-some of them; prompts are much longer than the windows.
+some of them, layers with a state; prompts are much longer than the windows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine.worker_group import WorkerGroup
 from quire.outputs import RequestOutput
-from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.fixtures.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_model
 from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
-FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3")
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3", *HYBRID_FAMILIES)
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 BEGINNING = random_prompts(1, longest=1, seed=7)[0] * 40
@@ -109,6 +109,8 @@ each_way_and_family = pytest.mark.parametrize(
         if (not starts_processes(options) or family == "gemma3")
         # Heads of several sizes and keys that layers share, and chunks, as steps that are recorded have them.
         and (way == "recorded" or family not in ("gemma4", "llama4"))
+        # Layers with a state are never recorded.
+        and (way != "recorded" or family not in HYBRID_FAMILIES)
     ],
     indirect=["ahead"],
 )
@@ -227,7 +229,9 @@ def test_evicted_prefixes_return_from_the_host(
     computed = after.num_scheduled_tokens - before.num_scheduled_tokens
     size = llm.core.kv.block_size
     tails = sum(len(prompt) - (len(prompt) - 1) // size * size for prompt in PROMPTS)
-    assert computed == tails + (MAX_TOKENS - 1) * len(PROMPTS)
+    # A preempted request goes on from another border than its prompt's last one: no snapshot is taken there.
+    most_lost = size * before.num_preemptions if family in HYBRID_FAMILIES else 0
+    assert 0 <= computed - (tails + (MAX_TOKENS - 1) * len(PROMPTS)) <= most_lost
     llm.core.close()
 
 

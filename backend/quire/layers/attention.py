@@ -59,12 +59,17 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into the cache."""
-        adapters = context.adapters
-        heads = self.qkv(x, adapters).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        attended = self._attend(self.qkv(x, context.adapters), context)
+        out: torch.Tensor = self.out(attended, context.adapters)
+        return out
+
+    def _attend(self, qkv: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """[num_tokens, num_heads * head_dim] of queries, keys and values, behind each other."""
+        heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._queries(heads, context)
         if context.query_factors is not None:
             query = (query * context.query_factors[:, None, None]).to(query.dtype)
-        attended = ops.paged_attention(
+        attended: torch.Tensor = ops.paged_attention(
             query,
             context.kv_layer,
             context.meta,
@@ -74,8 +79,7 @@ class Attention(nn.Module):
             sinks=self.sinks,
             implementation=self.backend,
         )
-        out: torch.Tensor = self.out(attended.flatten(1), adapters)
-        return out
+        return attended.flatten(1)
 
     def _queries(self, heads: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim], normalised and rotated; writes the keys and values."""
@@ -94,3 +98,28 @@ class Attention(nn.Module):
                 ops.write_kv(key, value, kv_layer, slots)
                 return query
         return ops.norm_rope_write(heads, self.num_heads, norms, self.norm_eps, cos, sin, kv_layer, slots)
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a gate, which `q_proj` makes behind each head's
+    query."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv = Linear(
+            config,
+            config.hidden_size,
+            {"q_proj": 2 * query_size, "k_proj": kv_size, "v_proj": kv_size},
+            parallel="column",
+            bias=config.qkv_bias,
+        )
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """See Attention."""
+        size = self.num_heads * self.head_dim
+        queries, others = self.qkv(x, context.adapters).tensor_split([2 * size], 1)
+        query, gate = queries.unflatten(1, (self.num_heads, 2, self.head_dim)).unbind(2)
+        attended = self._attend(torch.cat([query.flatten(1), others], 1), context)
+        out: torch.Tensor = self.out(attended * gate.flatten(1).sigmoid(), context.adapters)
+        return out

@@ -1,0 +1,185 @@
+"""Gated DeltaNet: linear attention whose past is a state of fixed size (arXiv 2412.06464), as Qwen3-Next has
+it in most of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quire.layers.config import DecoderConfig
+from quire.layers.context import AdapterStep, LayerContext
+from quire.layers.hf_config import MAX_HEADS, HFConfig
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire_kernels import ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaShape:
+    """Sizes of a layer with gated DeltaNet."""
+
+    num_key_heads: int
+    num_heads: int
+    """Heads of values, and of the state; a multiple of `num_key_heads`."""
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    """Inputs that the convolution before the rule sees, the token's own included."""
+    interleaved: bool
+    """Whether a checkpoint holds the projections as `in_proj_qkvz` and `in_proj_ba`, key head by key head;
+    else each has a tensor of its own."""
+
+    @classmethod
+    def from_hf(cls, hf: HFConfig, *, interleaved: bool) -> DeltaShape:
+        """Reads the keys `linear_*`; raises CheckpointError."""
+        shape = cls(
+            num_key_heads=hf.require_int("linear_num_key_heads", 16, most=MAX_HEADS),
+            num_heads=hf.require_int("linear_num_value_heads", 32, most=MAX_HEADS),
+            key_dim=hf.require_int("linear_key_head_dim", 128, most=MAX_HEADS),
+            value_dim=hf.require_int("linear_value_head_dim", 128, most=MAX_HEADS),
+            num_taps=hf.require_int("linear_conv_kernel_dim", 4, most=MAX_HEADS),
+            interleaved=interleaved,
+        )
+        if shape.num_heads % shape.num_key_heads:
+            raise hf.error(
+                f"linear_num_value_heads={shape.num_heads} is no multiple of "
+                f"linear_num_key_heads={shape.num_key_heads}"
+            )
+        if shape.num_taps < 2:
+            raise hf.error(f"linear_conv_kernel_dim must be at least 2, got {shape.num_taps}")
+        return shape
+
+    @property
+    def key_size(self) -> int:
+        """Size of the keys of all heads, and of the queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of the values of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def rule_bytes(self) -> int:
+        """Bytes of the heads' states, which are float32 in any model."""
+        return 4 * self.num_heads * self.key_dim * self.value_dim
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a layer's state: the heads', and behind them the last inputs of the convolution."""
+        return self.rule_bytes + (self.num_taps - 1) * self.num_channels * dtype.itemsize
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights in a layer's matrices."""
+        return hidden_size * (self.num_channels + 2 * self.value_size + 2 * self.num_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(DecoderConfig):
+    """A decoder some of whose layers have gated DeltaNet; the output of the others' attention has a gate."""
+
+    delta: DeltaShape
+    delta_layers: tuple[int, ...]
+    """The layers with gated DeltaNet."""
+
+    def layer_weights(self, num_experts: int) -> int:
+        """See DecoderConfig."""
+        gate = self.hidden_size * self.num_heads * self.head_dim
+        attention, delta = self._attention_weights, self.delta.num_weights(self.hidden_size)
+        count = len(self.delta_layers)
+        of_kinds = (self.num_layers - count) * gate + count * (delta - attention)
+        return super().layer_weights(num_experts) + of_kinds
+
+
+class Convolution(nn.Module):
+    """Taps of a causal convolution of each channel."""
+
+    def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        # As checkpoints have it, [num_channels, 1, num_taps], over memory of the order that computes.
+        taps = torch.empty((num_taps, num_channels), dtype=dtype)
+        self.weight = nn.Parameter(taps.T.unsqueeze(1), requires_grad=False)
+
+    @property
+    def taps(self) -> torch.Tensor:
+        """[num_taps, num_channels], contiguous."""
+        return self.weight[:, 0].T
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections, a short convolution, the gated delta rule, a norm of each head, a gate, and a projection.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        shape = self.shape = config.delta
+        parts, gates = (
+            {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size},
+            {"in_proj_b": shape.num_heads, "in_proj_a": shape.num_heads},
+        )
+        if shape.interleaved:
+            parts, gates = {"in_proj_qkvz": sum(parts.values())}, {"in_proj_ba": sum(gates.values())}
+        size = config.hidden_size
+        self.inputs = Linear(config, size, parts, parallel="column", bias=False)
+        # Apart: files with quantised weights leave these as they are.
+        self.gates = Linear(config, size, gates, parallel="column", bias=False)
+        self.conv1d = Convolution(shape.num_channels, shape.num_taps, config.dtype)
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32), requires_grad=False)
+            for _ in range(2)
+        )
+        self.norm = RMSNorm(config, shape.value_dim)
+        self.out = Linear(config, shape.value_size, {"out_proj": size}, parallel="row", bias=False)
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """[num_tokens, hidden_size] to the same; brings the sequences' states behind their new tokens."""
+        shape, meta, memory = self.shape, context.meta, context.kv_layer
+        assert isinstance(memory, torch.Tensor)
+        end = shape.state_bytes(x.dtype)
+        states, inputs = memory[:, : shape.rule_bytes], memory[:, shape.rule_bytes : end]
+        mixed, z, b, a = self._project(x, context.adapters)
+        mixed = ops.causal_conv(
+            mixed,
+            self.conv1d.taps,
+            inputs.view(x.dtype).unflatten(1, (shape.num_taps - 1, shape.num_channels)),
+            meta,
+        )
+        query, key, value = mixed.split([shape.key_size, shape.key_size, shape.value_size], 1)
+        attended = ops.gated_delta_rule(
+            query.unflatten(1, (shape.num_key_heads, shape.key_dim)),
+            key.unflatten(1, (shape.num_key_heads, shape.key_dim)),
+            value.unflatten(1, (shape.num_heads, shape.value_dim)),
+            a,
+            b,
+            self.A_log,
+            self.dt_bias,
+            states.view(torch.float32).unflatten(1, (shape.num_heads, shape.key_dim, shape.value_dim)),
+            meta,
+        )
+        gated = self.norm(attended).flatten(1).float() * functional.silu(z.float())
+        out: torch.Tensor = self.out(gated.to(x.dtype), context.adapters)
+        return out
+
+    def _project(self, x: torch.Tensor, adapters: AdapterStep | None) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, behind each other; the gate of the output; and the rule's `b` and `a`."""
+        shape, y, gates = self.shape, self.inputs(x, adapters), self.gates(x, adapters)
+        if not shape.interleaved:
+            return (*y.split([shape.num_channels, shape.value_size], 1), *gates.chunk(2, 1))
+        shared = shape.value_size // shape.num_key_heads
+        query, key, value, z = y.unflatten(1, (shape.num_key_heads, -1)).split(
+            [shape.key_dim, shape.key_dim, shared, shared], 2
+        )
+        b, a = gates.unflatten(1, (shape.num_key_heads, -1)).chunk(2, 2)
+        return torch.cat([part.flatten(1) for part in (query, key, value)], 1), *(
+            part.flatten(1) for part in (z, b, a)
+        )
