@@ -30,6 +30,7 @@ from quire_common.gguf_file import GGUFError, GGUFFile, part_names
 from quire_ensemble import pbtxt
 from quire_ensemble.errors import BuildError
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
+from quire_ensemble.vision_config import has_known_tower
 
 Placement = Literal["link", "copy", "path"]
 PLACEMENTS: tuple[Placement, ...] = ("link", "copy", "path")
@@ -132,7 +133,7 @@ def build_repository(
     """
     checkpoint, out = checkpoint.absolute(), out.absolute()
     options = dict(engine_options or {})
-    has_vision = "vision_config" in _checkpoint_config(checkpoint)
+    has_vision = has_known_tower(_checkpoint_config(checkpoint))
     if name_prefix and not all(c.isalnum() or c in "_-." for c in name_prefix):
         raise BuildError(f"name prefix {name_prefix!r} may hold letters, digits, '_', '-' and '.' only")
     if "model" in options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -565,3 +565,8 @@ _READERS = {
     "qwen3_vl": _read_qwen,
 }
 """Functions that make the VisionConfig of transformers' configuration, by `model_type`."""
+
+
+def has_known_tower(values: Mapping[str, Any]) -> bool:
+    """Whether config.json has a vision part, and one that is computed here; another one is left aside."""
+    return "vision_config" in values and values.get("model_type") in _READERS

@@ -16,6 +16,7 @@ from tritonclient.grpc import model_config_pb2
 from quire.config import EngineConfig, ModelConfig, load_config_file
 from quire.request.sampling_params import SAMPLING_FIELDS
 from quire.triton.scheduling_fields import SCHEDULING_FIELDS
+from quire_common.errors import InputError
 from quire_ensemble.builder import PLACEMENTS, Placement, build_repository, has_chat_template
 from quire_ensemble.cli import repository
 from quire_ensemble.errors import BuildError
@@ -28,7 +29,9 @@ from quire_ensemble.generator_schema import (
     SCHEDULING_INPUTS,
     TensorSpec,
 )
+from quire_ensemble.messages import check_messages
 from quire_ensemble.triton_model import checkpoint_path
+from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
@@ -159,6 +162,20 @@ def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
             batching |= set(step.output_map.values()) if member.max_batch_size else set()
             needed = {spec.name for spec in member.input if not spec.optional}
             assert needed <= set(step.input_map)
+
+
+def test_a_checkpoint_whose_tower_is_unknown_is_served_as_text(tmp_path: Path) -> None:
+    """Qwen3.5 has a vision part that nothing here computes; images are refused."""
+    checkpoint = make_checkpoint("qwen3_5", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "qwen3_5", "vision_config": {"model_type": "qwen3_5"}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    build_repository(checkpoint, tmp_path / "out")
+    names = {"tokenizer", "generator", "generator_unary", "chat", "chat_unary"}
+    assert {name for name, _ in configs(tmp_path / "out")} == names
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    with pytest.raises(InputError, match="type 'image_url' is not supported; known: 'text'"):
+        check_messages([message])
 
 
 @pytest.mark.parametrize(
