@@ -254,6 +254,20 @@ _STATES = (
         ("tests/unit/test_state_groups.py::test_attention_without_a_snapshot_is_no_hit",),
     ),
     Mutant(
+        "linear attention begins with what its block held",
+        "kernels/quire_kernels/cpu/src/gated_delta.h",
+        "  if (begins(batch, i))\n    for (int r = 0;",
+        "  if (false)\n    for (int r = 0;",
+        ("tests/kernels/test_gated_delta.py::test_each_row_goes_on_from_its_state",),
+    ),
+    Mutant(
+        "the convolution before linear attention forgets its inputs",
+        "backend/quire/layers/gated_delta.py",
+        "states, inputs = memory[:, : shape.rule_bytes], memory[:, shape.rule_bytes : end]",
+        "states, inputs = memory[:, : shape.rule_bytes], memory[:, shape.rule_bytes : end].clone()",
+        ("tests/unit/test_qwen3_next.py::test_a_turn_computes_its_new_tokens_and_at_most_a_block",),
+    ),
+    Mutant(
         "a snapshot is of the block before",
         "backend/quire/core/kv_cache_manager.py",
         "index = len(blocks) - 1",

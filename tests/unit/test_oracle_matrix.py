@@ -24,7 +24,7 @@ from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
-FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3", *HYBRID_FAMILIES)
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3", "qwen3_next", "qwen3_5")
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 BEGINNING = random_prompts(1, longest=1, seed=7)[0] * 40

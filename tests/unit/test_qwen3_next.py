@@ -16,7 +16,6 @@ from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.hf_config import HFConfig
 from quire.loader.load import empty_model
-from quire.models.qwen3_5 import Qwen3_5ForConditionalGeneration
 from quire.models.qwen3_next import Qwen3NextForCausalLM
 from quire.request.sampling_params import choice_seed
 from quire.worker.kv_cache import KVLayout
@@ -173,13 +172,31 @@ def test_what_is_not_supported_is_refused(values: dict[str, Any], message: str) 
         Qwen3NextForCausalLM.parse_config(hf, torch.float32)
 
 
-def test_the_text_part_of_a_qwen3_5_with_a_tower(tmp_path: Path) -> None:
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with a layer's experts in two tensors."""
+    out: dict[str, torch.Tensor] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()]):
+        prefix, separator, rest = name.partition(".mlp.experts.")
+        if not separator:
+            out[name] = tensors[name]
+        elif rest.endswith(".gate_proj.weight"):
+            both = (tensors[name], tensors[name.replace("gate_proj", "up_proj")])
+            parts.setdefault(f"{prefix}.mlp.experts.gate_up_proj", []).append(torch.cat(both))
+        elif rest.endswith(".down_proj.weight"):
+            parts.setdefault(f"{prefix}.mlp.experts.down_proj", []).append(tensors[name])
+    return out | {name: torch.stack(experts) for name, experts in parts.items()}
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_text_part_of_a_qwen3_5_with_a_tower(kind: str, tmp_path: Path) -> None:
     """As its checkpoints are: a nested config, a prefix, a tower, and layers that predict further tokens."""
-    plain = make_checkpoint("qwen3_5", tmp_path / "plain", tokenizer=False)
+    family = {"Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe"}[kind]
+    plain = make_checkpoint(family, tmp_path / "plain", tokenizer=False)
     ids = [(7 * place) % 500 + 5 for place in range(40)]
     expected = hf_logits(hf_model(plain), ids)
-    whole = make_checkpoint("qwen3_5", tmp_path / "whole", tokenizer=False)
-    tensors = load_file(whole / "model.safetensors")
+    whole = make_checkpoint(family, tmp_path / "whole", tokenizer=False)
+    tensors = fused(load_file(whole / "model.safetensors"))
     named = {
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
         for name, tensor in tensors.items()
@@ -192,15 +209,16 @@ def test_the_text_part_of_a_qwen3_5_with_a_tower(tmp_path: Path) -> None:
     text |= {"rope_parameters": rope, "mtp_num_hidden_layers": 1, "attn_output_gate": True}
     del text["architectures"]
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "model_type": family,
         "text_config": text,
-        "vision_config": {"model_type": "qwen3_5"},
+        "vision_config": {"model_type": family},
         "tie_word_embeddings": text["tie_word_embeddings"],
     }
+    text.pop("intermediate_size" if kind == "Qwen3_5Moe" else "bos_token_id", None)
     (whole / "config.json").write_text(json.dumps(config))
     driver = Driver.load(whole, dtype="float32")
-    assert isinstance(driver.model, Qwen3_5ForConditionalGeneration)
+    assert type(driver.model).__name__ == config["architectures"][0]
     assert driver.model.config.rope.mrope_section is None
     torch.testing.assert_close(driver.logits(ids), expected, atol=1e-4, rtol=0.0)
 

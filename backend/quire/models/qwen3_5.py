@@ -1,15 +1,21 @@
-"""Qwen3.5: Qwen3-Next's layers without experts, and projections that have a tensor each; text only."""
+"""Qwen3.5: Qwen3-Next's layers, with or without experts; each projection has a tensor. Text only."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
+from quire.errors import CheckpointError
 from quire.layers.gated_delta import HybridConfig
 from quire.layers.hf_config import HFConfig
+from quire.models.qwen3_moe import qwen_experts
 from quire.models.qwen3_next import HybridModel
 from quire.models.vision_language import VisionLanguageModel
+from quire_common.weight_files import NamedTensor
+
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Qwen3_5ForCausalLM(HybridModel):
@@ -25,5 +31,46 @@ class Qwen3_5ForCausalLM(HybridModel):
         return HybridConfig(**vars(config) | {"rope": rope})
 
 
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Experts in every layer, those of a layer in two tensors, or each in tensors of its own."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> HybridConfig:
+        """See DecoderModel."""
+        defaults = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        hf = hf.with_defaults(num_key_value_heads=2, **defaults)
+        # Files state no size of layers without experts, of which there are none.
+        config = super().parse_config(hf.replace(intermediate_size=512), dtype)
+        size = hf.require_int("shared_expert_intermediate_size", 512)
+        hf = hf.replace(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+        experts = qwen_experts(hf, config.num_layers, gated_shared_size=size)
+        return HybridConfig(**vars(config) | {"experts": experts})
+
+    def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
+        """See Model: of [num_experts, out_features, in_features] each expert's parts."""
+        prefix, separator, matrix = stored.name.partition(".mlp.experts.")
+        parts = _PARTS.get(matrix)
+        if not separator or parts is None or self.ignores(stored.name):
+            yield stored
+            return
+        tensor, experts = stored.tensor, self.config.experts
+        assert experts is not None
+        if tensor.ndim != 3 or tensor.shape[0] != experts.num_experts or tensor.shape[1] % len(parts):
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} has shape {list(tensor.shape)}, config.json means "
+                f"{experts.num_experts} experts"
+            )
+        offset = stored.offset
+        for expert, content in enumerate(tensor):
+            for part, rows in zip(parts, content.chunk(len(parts)), strict=True):
+                name = f"{prefix}.mlp.experts.{expert}.{part}.weight"
+                yield stored._replace(name=name, tensor=rows, offset=offset)
+                offset = None if offset is None else offset + rows.nbytes
+
+
 class Qwen3_5ForConditionalGeneration(VisionLanguageModel, Qwen3_5ForCausalLM):
     """The text part; the tower is not loaded, and images are refused."""
+
+
+class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel, Qwen3_5MoeForCausalLM):
+    """The same of a model with experts."""

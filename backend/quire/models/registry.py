@@ -59,6 +59,8 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "LlavaForConditionalGeneration": "llava",
     "LlavaNextForConditionalGeneration": "llava",
     "LlavaOnevisionForConditionalGeneration": "llava",
