@@ -1,4 +1,5 @@
-"""Models without a family, behind a real server: on transformers' code, and by a file of their own."""
+"""Models behind a real server that are no plain decoders: on transformers' code, by a file of their own, with
+states in place of keys and values."""
 
 from __future__ import annotations
 
@@ -45,3 +46,21 @@ def test_models_without_a_family_are_served(tmp_path: Path, serve_repository: Se
     assert len(set(answers["own"])) > 8
     (line,) = (line for line in server.log_text().splitlines() if "transformers 5" in line)
     assert "Cohere2ForCausalLM; model_impl" in line and "a step takes longer" in line
+
+
+def test_a_turn_of_a_chat_computes_its_new_tokens_where_layers_keep_states(
+    tmp_path: Path, serve_repository: ServeRepository
+) -> None:
+    repository = tmp_path / "repository"
+    checkpoint = make_checkpoint("qwen3_5", repository / "hybrid" / "1")
+    (repository / "hybrid" / "config.pbtxt").write_text('backend: "quire"\n')
+    url = f"{serve_repository(repository).http_url}/v2/models/hybrid/generate"
+    model, history = hf_model(checkpoint), list[int]()
+    for turn in range(6):
+        question = [(7 * place + 31 * turn) % 500 + 5 for place in range(9 + 4 * turn)]
+        prompt = history + question
+        answer = ask(url, input_ids=prompt, max_tokens=12, ignore_eos=True, return_num_cached_tokens=True)
+        assert answer["output_ids"] == hf_greedy(model, prompt, 12), turn
+        assert len(prompt) - answer["num_cached_tokens"] <= len(question) + 64, "its tokens and a block"
+        history = prompt + answer["output_ids"]
+    assert answer["num_cached_tokens"] >= 64
