@@ -188,21 +188,27 @@ def test_an_engine_is_shown_once_whatever_its_models(directory: Path) -> None:
     # What was computed between the last look of one and the first of the other is lost: half a second.
 
 
-def test_gateways_find_vllms_gauges_besides(directory: Path) -> None:
+def test_vllms_names_are_shown_besides(directory: Path) -> None:
     board = MetricsBoard(fake_pb_utils, {"model_name": "generator", "engine": "5eed"})
     EngineMetrics(board, directory, "generator", "1").update(stats(), info())
-    RequestMetrics(board, "generator", "1").ended(record())
+    requests = RequestMetrics(board, "generator", "1")
+    requests.ended(record(finish_reason="tool_calls"))
+    requests.ended(record(finish_reason="cancelled", error_code="CANCELLED", tenant="acme"))
     board.send()
-    named = {name: value for name, value in shown("engine").items() if name.startswith("vllm:")}
+    values = shown("engine")
+    named = {name: value for name, value in values.items() if name.startswith("vllm:")}
     model = 'model_name="generator"'
-    (adapters,) = (name for name in named if name.startswith("vllm:lora_requests_info{"))
-    del named[adapters]  # its value is a time
-    assert named == {
-        f"vllm:num_requests_running{{{model}}}": 3,
-        f"vllm:num_requests_waiting{{{model}}}": 2,
-        f"vllm:kv_cache_usage_perc{{{model}}}": 0.35,
-        f'vllm:cache_config_info{{{model},block_size="16",num_gpu_blocks="100"}}': 1,
-    }
+    assert named[f"vllm:num_requests_running{{{model}}}"] == 3
+    assert named[f"vllm:num_requests_waiting{{{model}}}"] == 2
+    assert named[f"vllm:kv_cache_usage_perc{{{model}}}"] == 0.35
+    assert named[f"vllm:spec_decode_num_draft_tokens_total{{{model}}}"] == 30
+    assert named[f"vllm:spec_decode_num_accepted_tokens_total{{{model}}}"] == 20
+    assert named[f'vllm:cache_config_info{{{model},block_size="16",num_gpu_blocks="100"}}'] == 1
+    assert named[f'vllm:request_success_total{{{model},finished_reason="stop"}}'] == 1
+    assert named[f'vllm:request_success_total{{{model},finished_reason="abort"}}'] == 1
+    assert named[f'vllm:request_queue_time_seconds_bucket{{{model},le="+Inf"}}'] == 2
+    assert not any("time_to_first_token" in name for name in named), "vllm_backend's own"
+    assert any(name.startswith("vllm:lora_requests_info{") for name in named)
     assert of_engine().items() >= ENGINE.items()
 
 

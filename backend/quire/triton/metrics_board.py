@@ -162,11 +162,25 @@ GAUGES: dict[str, str] = {
     "vllm:lora_requests_info": "When it was told that these adapters have requests; the latest is so now",
 }
 VLLM: dict[str, str] = {
+    "quire_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "quire_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "quire_queue_seconds": "vllm:request_queue_time_seconds",
+    "quire_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "quire_decode_seconds": "vllm:request_decode_time_seconds",
+    "quire_requests_total": "vllm:request_success_total",
+    "quire_prefix_queried_tokens_total": "vllm:prefix_cache_queries_total",
+    "quire_prefix_cached_tokens_total": "vllm:prefix_cache_hits_total",
+    "quire_preemptions_total": "vllm:num_preemptions_total",
+    "quire_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
+    "quire_accepted_draft_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
     "quire_requests_running": "vllm:num_requests_running",
     "quire_requests_waiting": "vllm:num_requests_waiting",
     "quire_kv_use_ratio": "vllm:kv_cache_usage_perc",
 }
-"""vLLM's names of gauges, which gateways read; shown besides where vllm_backend's metrics are."""
+"""vLLM's names of figures that mean the same there and that vllm_backend does not show; shown besides where
+its metrics are, for gateways and dashboards."""
+_VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
+"""Other reasons are vLLM's abort."""
 FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 
 
@@ -259,7 +273,7 @@ class MetricsBoard(threading.Thread):
 
     Args:
         pb_utils: Triton's utilities.
-        vllm: labels of vLLM's gauges, `model_name` and `engine`; None: these are not shown.
+        vllm: labels of vLLM's names, `model_name` and `engine`; None: these are not shown.
         period_s: between two times that figures are sent while they change.
     """
 
@@ -346,10 +360,13 @@ class MetricsBoard(threading.Thread):
     def _make(self, figure: Figure) -> None:
         """Makes the metrics of a figure; what is at 0 is shown, too."""
         names = [(figure.name, figure.labels)]
-        if self.vllm is not None and figure.name in VLLM:
-            names.append((VLLM[figure.name], self.vllm))
         base = re.sub(r"_(bucket|sum|count)$", "", figure.name)
-        about = HISTOGRAMS[base][0] if base in HISTOGRAMS else {**COUNTERS, **GAUGES}[figure.name]
+        if self.vllm is not None and base in VLLM:
+            labels = {**self.vllm, **{key: figure.labels[key] for key in ("le",) if key in figure.labels}}
+            if "finish_reason" in figure.labels:
+                labels["finished_reason"] = _VLLM_REASONS.get(figure.labels["finish_reason"], "abort")
+            names.append((VLLM[base] + figure.name.removeprefix(base), labels))
+        about = HISTOGRAMS[base][0] if base in HISTOGRAMS else {**COUNTERS, **GAUGES}[base]
         figure.metrics = [self._metric(name, labels, about, figure.is_gauge) for name, labels in names]
 
     def _metric(self, name: str, labels: Mapping[str, str], about: str, is_gauge: bool) -> Any:
