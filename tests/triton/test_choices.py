@@ -22,10 +22,11 @@ fake_pb_utils.install()
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.adapter_registry import AdapterRegistry  # noqa: E402
 from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
+from quire.engine.step_observer import StepObserver  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.frontend.detokenizer import TokenDecoder  # noqa: E402
 from quire.frontend.output_processor import split_ranking  # noqa: E402
-from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
+from quire.outputs import EngineCoreOutput, RunnerInfo, SchedulerStats, TokenLogprobs  # noqa: E402
 from quire.request.sampling_params import SamplingParams  # noqa: E402
 from quire.request.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton.parsed_request import ParsedRequest  # noqa: E402
@@ -43,7 +44,7 @@ OUTPUTS = frozenset(
 class ScriptedCore:
     """Stands where an EngineCore does: `steps` are what its steps bring, `seen` what it was told."""
 
-    trace = profile = None
+    trace = None
     next_expiry = math.inf
 
     def __init__(self, config: EngineConfig) -> None:
@@ -52,7 +53,8 @@ class ScriptedCore:
         self.executor = SimpleNamespace(check=lambda: None)
         self.adapters = AdapterRegistry(config.adapters, self.info)
         roster = SimpleNamespace(find=lambda name, tenant: ["t-1"] if name == "known" else [])
-        self.scheduler = SimpleNamespace(roster=roster)
+        self.scheduler: Any = SimpleNamespace(roster=roster, probation=None)
+        self.observer = StepObserver(self.scheduler, self.info)
         self.steps: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
         self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.refusal: Exception | None = None
@@ -95,8 +97,8 @@ class ScriptedCore:
         self.ended.update((output.request_id, output.index) for output in outputs if output.finish_reason)
         return outputs
 
-    def stats(self) -> Any:
-        return SimpleNamespace(__slots__=())
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Harness(Frontend):
