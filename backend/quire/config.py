@@ -111,8 +111,8 @@ class CacheConfig:
     """Size of the paged KV cache: `num_blocks`, else `kv_cache_memory`, else a fraction of the memory."""
 
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
-    """Tokens per block. With layers that keep states the default stands for as many as make the
-    keys and values of a block as large as a state, a multiple of 64; other sizes are as stated."""
+    """Tokens per block. With layers that keep states the default is replaced by the multiple of 64 with
+    which the keys and values of a block are as large as a state; other values are used as stated."""
     num_blocks: _Tokens | None = None
     """Blocks in the pool."""
     kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None

@@ -30,8 +30,12 @@ def resolved(key: str, where: str, directory: Path) -> str:
     if not (colon and file.endswith(".py")):
         return where
     root = directory.resolve()
-    path = (root / file).resolve()
-    if not path.is_relative_to(root) or not path.is_file():
+    try:
+        path = (root / file).resolve()
+        is_there = path.is_relative_to(root) and path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_there = False
+    if not is_there:
         raise ConfigError(f"{key}: no file {file!r:.200} in {root}")
     return f"{path}:{class_name}#{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
@@ -54,7 +58,7 @@ def load_class(key: str, where: str) -> Any:
         else:
             module = importlib.import_module(place)
         return getattr(module, class_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key} cannot be loaded from {where!r:.300} "
             f'("file.py:Class" or "package.module:Class"): {describe(error)}'

@@ -171,7 +171,14 @@ def test_damaged_weights_are_refused_with_their_file(checkpoints: Checkpoints, t
     without = {name: tensor for name, tensor in whole.items() if name != "model.norm.weight"}
     assert refusal(without) == f"{file}: 1 missing tensors: model.norm.weight"
     assert refusal(whole | {"other": torch.zeros(2)}) == f"{file}: 1 unexpected tensors: other"
-    assert refusal(whole | {"model.norm.weight": torch.zeros(2)}).startswith(f"{file}: ")
+    wrong = {"model.norm.weight": torch.zeros(2)}
+    assert refusal(whole | wrong) == (
+        f"{file}: tensor 'model.norm.weight' has shape [2], the model means [64]"
+    )
+    projection = "model.layers.0.self_attn.q_proj.weight"
+    for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn):
+        text = refusal(whole | {projection: whole[projection].to(dtype)})
+        assert text == f"{file}: tensor {projection!r} is of {dtype}"
 
 
 def refused(path: Path, **keys: Any) -> str:
@@ -224,6 +231,9 @@ def test_keys_that_nobody_obeys_are_refused(tmp_path: Path) -> None:
     text = refused(configured(tmp_path, "mamba"))
     assert text.startswith("layer_types: MambaForCausalLM cannot run on transformers' code")
     assert text.endswith(": full_attention and sliding_attention are served, and not 'linear_attention'")
+    assert refused(configured(tmp_path, "roberta"), is_decoder=True).startswith(
+        "is_decoder: RobertaForCausalLM"
+    )
     path = configured(tmp_path, "stablelm")
     name = "StableLmForCausalLM cannot run on transformers' code"
     assert refused(path, is_encoder_decoder=True) == f"is_encoder_decoder: {name}: decoders alone are served"
@@ -248,8 +258,35 @@ def test_sizes_that_take_for_ever_are_refused(value: Any, tmp_path: Path) -> Non
     assert "num_hidden_layers" in text
 
 
-def test_tokens_that_change_by_others_of_the_batch_are_refused(tmp_path: Path) -> None:
-    """Frequencies of longrope follow the longest position of a batch."""
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_key_value_heads"])
+def test_sizes_of_no_model_are_refused(key: str, tmp_path: Path) -> None:
+    configured(tmp_path, "stablelm")
+    assert refused(tmp_path, **{key: 10**10}) == f"{key} must be at most {2**24}, got {10**10}"
+
+
+def test_labels_of_a_classifier_are_not_read(tmp_path: Path) -> None:
+    """transformers would make a table of them."""
+    path = configured(tmp_path, "stablelm", num_key_value_heads=4)
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_labels": 10**12}))
+    assert load_model(ModelConfig(model=str(path), load_format="dummy"), CPU).model.config.num_layers == 2
+
+
+def test_layers_with_other_heads_keep_their_keys_as_they_are(checkpoints: Checkpoints) -> None:
+    """The scales of a quantised cache, one for each head, would not have the room."""
+    model = load_model(ModelConfig(model=str(checkpoints["mimo_v2_flash"])), CPU).model
+    assert isinstance(model, transformers_fallback.TransformersModel)
+    shapes = {(shape.num_kv_heads, shape.head_dim) for shape in model.config.attention}
+    assert len(shapes) > 1
+    for kind in ("int8", "fp8"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype={kind}: .* has layers with different heads"):
+            model.kv_spec(kind)
+
+
+def test_tokens_that_change_by_others_of_the_batch_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frequencies of longrope follow the longest position of a batch: its name says so, and what it does."""
     scaling = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 8,
@@ -262,8 +299,16 @@ def test_tokens_that_change_by_others_of_the_batch_are_refused(tmp_path: Path) -
     file = path / "config.json"
     keys = {"rope_parameters": scaling, "original_max_position_embeddings": 128, "tie_word_embeddings": False}
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+    config = ModelConfig(model=str(path), model_impl="transformers")
+    with pytest.raises(CheckpointError, match=r"rope_parameters: .* with rope_type longrope: .* the longest"):
+        load_model(config, CPU)
+    monkeypatch.setattr(transformers_fallback, "_ROPE_OF_BATCHES", ())
     with pytest.raises(CheckpointError, match="hidden state changes with other tokens of a batch"):
-        load_model(ModelConfig(model=str(path), model_impl="transformers"), CPU)
+        load_model(config, CPU)
+    # A hidden state of zeros shows nothing.
+    monkeypatch.setattr(transformers_fallback.TransformersModel, "_change_by_others", lambda _: float("nan"))
+    with pytest.raises(CheckpointError, match="hidden state changes with other tokens of a batch"):
+        load_model(config, CPU)
 
 
 def test_what_fails_in_the_code_is_refused_in_one_line(

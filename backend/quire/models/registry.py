@@ -6,7 +6,7 @@ import importlib
 from importlib import metadata
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, describe
 from quire.layers.hf_config import HFConfig
 from quire.models.interface import Model
 from quire.named_code import load_class
@@ -108,7 +108,13 @@ def model_class(hf: HFConfig, model_impl: str = "quire", named: str = "") -> typ
         return _checked("model_class", load_class("model_class", named))
     name = hf.architecture
     for entry in () if name in ARCHITECTURES else metadata.entry_points(group=ENTRY_POINTS, name=name):
-        return _checked(entry.value, entry.load())
+        try:
+            loaded = entry.load()
+        except Exception as error:
+            raise ConfigError(
+                f"entry point {entry.value!r:.200} of {ENTRY_POINTS}: {describe(error)}"
+            ) from error
+        return _checked(entry.value, loaded)
     if uses_transformers(name, model_impl):
         from quire.models.transformers_fallback import TransformersModel
 

@@ -12,6 +12,7 @@ does not fit is refused with the reason.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -49,7 +50,6 @@ from quire.layers.scheme import SCHEMES
 from quire.models.interface import ForwardInputs, Model
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV
-from quire.models.registry import ARCHITECTURES
 from quire.models.transformers_layers import pack_layers
 from quire_common.errors import one_line, shown
 from quire_common.weight_files import NamedTensor
@@ -68,6 +68,13 @@ _MOST_POSITIONS = 2**24
 _KNOWN = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"))
 """Keyword arguments of an attention that are obeyed, or that change nothing here."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ROPE_OF_BATCHES = ("longrope", "dynamic")
+_MOST = 2**24
+"""Largest size and number of anything in config.json."""
+_LABELS = ("_labels", "2label", "2id")
+"""Ends of the keys about a classifier's labels, of which transformers makes tables of any size."""
+_STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Types of weights; others mean something else than numbers as they are."""
 _TOLERANCE = 0.02
 """Largest change of a hidden state, relative to the state, that counts as rounding."""
 
@@ -147,14 +154,14 @@ class TransformersModel(nn.Module, Model):
                 f"call its attention interface, {len(seen.attention)} times in all"
             )
         largest = max(seen.attention, key=lambda shape: shape.num_kv_heads * shape.head_dim)
-        longest = found.max_position_embeddings
+        longest, inner = found.max_position_embeddings, getattr(found, "intermediate_size", None)
         return TransformersConfig(
             checkpoint=hf.values,
             attention=seen.attention,
             num_parameters=num_parameters,
             vocab_size=seen.vocab_size,
             hidden_size=seen.hidden_size,
-            intermediate_size=getattr(found, "intermediate_size", None) or 4 * seen.hidden_size,
+            intermediate_size=inner if isinstance(inner, int) else 4 * seen.hidden_size,
             num_layers=len(seen.attention),
             num_heads=largest.num_heads,
             num_kv_heads=largest.num_kv_heads,
@@ -184,7 +191,18 @@ class TransformersModel(nn.Module, Model):
         return False
 
     def kv_spec(self, kv_cache_dtype: str) -> AttentionKV:
-        """See Model."""
+        """See Model.
+
+        Raises:
+            ConfigError: the cache is to be quantised, and layers differ in their heads: scales, one for each
+                head, would make the layer with the largest keys another one.
+        """
+        shapes = {(shape.num_kv_heads, shape.head_dim) for shape in self.config.attention}
+        if kv_cache_dtype != "auto" and len(shapes) > 1:
+            raise ConfigError(
+                f"kv_cache_dtype={kv_cache_dtype}: {type(self.head).__name__} has layers with different "
+                "heads, whose keys and values are kept as they are (auto)"
+            )
         return AttentionKV(self.config.num_kv_heads, self.config.head_dim, self.config.dtype, kv_cache_dtype)
 
     def embed(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -218,19 +236,30 @@ class TransformersModel(nn.Module, Model):
         """See Model: transformers knows what older names mean, and what is stored in parts."""
         disable_progress_bar()
         kind: Any = type(self.head)
+        content = {}
+        for stored in tensors:
+            if stored.tensor.dtype not in _STORED:
+                raise CheckpointError(
+                    f"{stored.file}: tensor {shown(stored.name)} is of {stored.tensor.dtype}"
+                )
+            content[stored.name] = stored.read()
         try:
             found, info = kind.from_pretrained(
                 None,
                 config=_read(self.config.checkpoint),
-                state_dict={stored.name: stored.read() for stored in tensors},
+                state_dict=content,
+                ignore_mismatched_sizes=True,  # they are in the information
                 dtype=self.config.dtype,
                 attn_implementation=_STEP,
                 output_loading_info=True,
             )
-        except CheckpointError:
-            raise
         except Exception as error:  # transformers' code raises what it likes
             raise CheckpointError(f"{source}: {one_line(error)}") from error
+        for name, stored_shape, shape in sorted(info["mismatched_keys"]):
+            raise CheckpointError(
+                f"{source}: tensor {shown(name)} has shape {list(stored_shape)}, the model "
+                f"means {list(shape)}"
+            )
         for wrong in ("missing", "unexpected"):
             if names := sorted(info[f"{wrong}_keys"]):
                 listed = ", ".join(names[:_MAX_LISTED])
@@ -249,7 +278,7 @@ class TransformersModel(nn.Module, Model):
             packed, change = pack_layers(self.base, self.head), self._change_by_others()
         except Exception as error:  # transformers' code raises what it likes
             raise CheckpointError(f"{name} {_CANNOT}: {one_line(error)}") from error
-        if change > _TOLERANCE:
+        if not change <= _TOLERANCE:  # not a number, neither
             raise CheckpointError(
                 f"{name} {_CANNOT}: a token's hidden state changes with other tokens of a batch, not by "
                 "attention alone (a convolution, or a rotary embedding that follows the longest sequence)"
@@ -404,7 +433,7 @@ def _checked_name(hf: HFConfig) -> str:
         own = ", and code that auto_map names is not run" if hf.get("auto_map") else ""
         raise hf.error(
             f"architecture {name!r} is not supported, and model_type {kind!r:.40} is unknown to transformers "
-            f"{version}{own}; supported: its causal models, {', '.join(ARCHITECTURES)}"
+            f"{version}{own}; supported: its causal models, and those of docs/checkpoints.md"
         )
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if name != known:
@@ -417,10 +446,31 @@ def _checked_name(hf: HFConfig) -> str:
     return name
 
 
+def _rope_types(values: Any) -> Iterator[Any]:
+    """Types of rotary embeddings in config.json, for all layers or for each kind of them."""
+    if isinstance(values, dict):
+        yield values.get("rope_type", values.get("type"))
+        for each in values.values():
+            yield from _rope_types(each)
+
+
 def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
     """Refuses what is known without a look at the code; raises CheckpointError."""
     name = hf.architecture
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    for key in ("rope_parameters", "rope_scaling"):
+        for kind in _rope_types(hf.values.get(key)):
+            if kind in _ROPE_OF_BATCHES:
+                raise hf.error(
+                    f"{key}: {name} {_CANNOT} with rope_type {kind}: in its code the longest sequence of a "
+                    "batch decides how all of them are rotated"
+                )
+    if getattr(found, "is_decoder", False):
+        raise hf.error(f"is_decoder: {name} {_CANNOT}: encoders that are used as decoders are not served")
+    for key, value in hf.values.items():
+        counts = key.endswith("_size") or key.startswith(("num_", "n_"))
+        if counts and not key.endswith(_LABELS) and isinstance(value, int) and value > _MOST:
+            raise hf.error(f"{key} must be at most {_MOST}, got {value!r:.40}")
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     if types := set(getattr(found, "layer_types", None) or ()) - _LAYER_TYPES:
         served = " and ".join(sorted(_LAYER_TYPES))
         raise hf.error(f"layer_types: {name} {_CANNOT}: {served} are served, and not {shown(min(types))}")
@@ -428,9 +478,9 @@ def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
         raise hf.error(f"is_encoder_decoder: {name} {_CANNOT}: decoders alone are served")
     if found.get_text_config() is not found:
         raise hf.error(f"{name} {_CANNOT}: models of text alone are served")
-    if kind._is_stateful:
+    if model._is_stateful:
         raise hf.error(f"{name} {_CANNOT}: it keeps a state beside keys and values")
-    if not kind._can_set_attn_implementation():
+    if not model._can_set_attn_implementation():
         raise hf.error(f"{name} {_CANNOT}: its attention does not go by the attention interface")
     for key, most in (("num_hidden_layers", MAX_LAYERS), ("max_position_embeddings", INT32_MAX)):
         value = getattr(found, key, None)
@@ -439,7 +489,8 @@ def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
 
 
 def _read(values: dict[str, Any]) -> PreTrainedConfig:
-    return CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
+    kept = {key: value for key, value in values.items() if not key.endswith(_LABELS)}
+    return CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(kept))
 
 
 def _made(
@@ -468,6 +519,8 @@ def _probe(model: PreTrainedModel) -> _Seen:
     given, calls = _Given(), list[tuple[nn.Module, AttentionShape]]()
     if base is model:
         raise ValueError("it has no model without a head")
+    if "per_layer_inputs" in inspect.signature(base.forward).parameters:
+        raise ValueError("its layers read token ids, beside the embeddings of the tokens")
     names = {id(module): name for name, module in base.named_modules()}
     token = _calls.set(calls)
     try:
