@@ -129,7 +129,7 @@ def test_the_tested_versions_are_those_that_the_resolver_takes() -> None:
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
     files = ["-c", "constraints.txt", "pyproject.toml", "client/pyproject.toml"]
     for python in PYTHONS:
-        for extras in (("server", "openai"), ("server", "openai", "client", "gpu", "plot", "dev")):
+        for extras in (("server", "openai"), ("server", "openai", "client", "gpu", "dev")):
             chosen = [word for extra in extras for word in ("--extra", extra)]
             lines = run(*command, "--python-version", python, *chosen, *files, cwd=ROOT).splitlines()
             resolved = {(one.name, str(one.specifier)) for one in map(Requirement, lines)}
