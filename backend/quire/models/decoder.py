@@ -38,8 +38,8 @@ from quire_kernels.quantized_kv import KVLayer, data_of
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each between norms (`DecoderConfig.norms`) and added to the residual
-    stream."""
+    """Decoder layer: attention and a feed-forward part, each between norms (`DecoderConfig.norms`). Each
+    output is added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -58,17 +58,19 @@ class DecoderLayer(nn.Module):
                 self.add_module(name, norm)
 
     def make_attention(self, config: DecoderConfig, layer: int) -> nn.Module:
-        """The attention of a layer: [num_tokens, hidden_size] and its LayerContext to the same."""
+        """Makes a layer's attention module. It maps [num_tokens, hidden_size] and a LayerContext to
+        [num_tokens, hidden_size]."""
         return Attention(config, layer) if config.latent is None else LatentAttention(config)
 
     @property
     def kv_shape(self) -> tuple[int, int] | None:
-        """(KV heads, size of each) of what the layer keeps, in no more bytes than the model's KV spec says;
-        None: it is what that says."""
+        """(number of KV heads, size of a head) in this layer's cache, where it differs from the model's KV
+        spec; it must not need more bytes than the spec. None: the layer uses the spec's shape."""
         return None
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
-        """The feed-forward of a layer, or its experts: [num_tokens, hidden_size] to the same."""
+        """Makes a layer's feed-forward module, or its experts. It maps [num_tokens, hidden_size] to the same
+        shape."""
         experts = config.experts
         if experts is None or layer not in experts.layers:
             return GatedMLP(config, config.intermediate_size)
@@ -77,10 +79,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output of this layer, residual stream it is still to be added to, if any), both
-        [num_tokens, hidden_size].
+        """Computes the layer.
 
-        Each addition is done by the norm that follows it, in one operator.
+        The norm after each addition does the addition as well, in one operator.
+
+        Returns:
+            (output, residual stream), both [num_tokens, hidden_size]. The caller must add the output to the
+            residual stream. None: the output contains it already.
         """
         attention_input, attention_output, mlp_input, mlp_output = self._norms
         normed, residual = _add(attention_input, x, residual)
@@ -89,13 +94,14 @@ class DecoderLayer(nn.Module):
         return self._output(mlp_output, self.mlp(normed, context.adapters)), residual
 
     def _output(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
-        """Term that is added to the residual stream: `x`, normalised and scaled as the model has it."""
+        """Returns the term for the residual stream: `x` after the output norm, if any, times
+        `residual_multiplier`."""
         normed = x if norm is None else norm(x)
         return normed if self.residual_multiplier == 1 else normed * self.residual_multiplier
 
     def fused_weights(self, group: int) -> DecoderLayerWeights:
-        """Weights and switches with which `NativeDecoder` computes the layer; `group`: index of the layer's
-        metadata among those of a step."""
+        """Returns the weights and switches with which `NativeDecoder` computes the layer. `group`: index of
+        the layer's metadata in the step's list."""
         attention, mlp = self.self_attn, self.mlp
         assert isinstance(attention, Attention)
         forward: FeedForwardWeights | ExpertsWeights
@@ -134,7 +140,7 @@ class DecoderLayer(nn.Module):
         )
 
     def adapters(self) -> LayerAdapters:
-        """Memory for the adapters of what `fused_weights` has."""
+        """Returns the adapter memory of the linear layers that `fused_weights` covers."""
         attention, mlp = self.self_attn, self.mlp
         assert isinstance(attention, Attention)
         linears = [attention.qkv, attention.out]
@@ -146,7 +152,7 @@ class DecoderLayer(nn.Module):
 def _add(
     norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `RMSNorm.add`; without a norm the sum, twice."""
+    """Calls `RMSNorm.add`. Without a norm it returns the sum twice."""
     if norm is not None:
         return norm.add(x, residual)
     total = x if residual is None else x + residual
@@ -160,16 +166,18 @@ class DecoderModel(nn.Module, Model):
     uninitialised until the loader has filled all of `weights()`.
 
     Args:
-        config: of the checkpoint.
-        max_model_len: longest sequence served; matters to some rope types only.
-        device: where the weights are made.
+        config: the checkpoint's configuration.
+        max_model_len: longest sequence served, in tokens; it matters to some rope types only.
+        device: device on which the weights are made.
     """
 
     layer_class: type[DecoderLayer] = DecoderLayer
     rotates_partly: bool = False
-    """Whether the family obeys `partial_rotary_factor`; in transformers the others rotate whole heads."""
+    """Whether the family obeys `partial_rotary_factor`. In transformers, other families rotate whole
+    heads."""
     has_layers_behind: bool = False
-    """Whether checkpoints may have layers behind the last one, which predict further tokens."""
+    """Whether checkpoints may hold extra layers after the last one, for multi-token prediction. They are
+    ignored."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -210,7 +218,7 @@ class DecoderModel(nn.Module, Model):
                     module.allocate(config.scheme, name)
 
     def make_parts(self, config: DecoderConfig) -> None:
-        """Makes what a family has beside embeddings, layers, norm and head."""
+        """Makes a family's modules other than embeddings, layers, final norm and head."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -224,7 +232,8 @@ class DecoderModel(nn.Module, Model):
         return config
 
     def state_bytes(self, config: DecoderConfig) -> Mapping[int, int]:
-        """Bytes of the states that layers keep in place of keys and values, by layer."""
+        """Returns the bytes of each recurrent state, by layer, for layers that keep a state in place of keys
+        and values."""
         return {}
 
     def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
@@ -234,7 +243,7 @@ class DecoderModel(nn.Module, Model):
             kv_cache_dtype: see `CacheConfig`.
 
         Raises:
-            ConfigError: the model's cache cannot have it.
+            ConfigError: the model's cache cannot have this type.
         """
         config = self.config
         if config.latent is not None:
@@ -261,7 +270,8 @@ class DecoderModel(nn.Module, Model):
         return self._call_native(native, inputs, best=True)
 
     def _native_for(self, inputs: ForwardInputs) -> NativeDecoder | None:
-        """Decoder that computes all layers in one call over this cache; None: there is none."""
+        """Returns the decoder that computes all layers in one call with this batch and cache; None: there is
+        none."""
         native = self._native
         if native is None or not native.can_use(self._layers_of(inputs.kv_cache)[0]):
             return None
@@ -271,7 +281,8 @@ class DecoderModel(nn.Module, Model):
     def _call_native(
         self, native: NativeDecoder, inputs: ForwardInputs, *, best: bool = False
     ) -> torch.Tensor:
-        """`forward` in one call; with `best` `next_tokens`, of a decoder that chooses."""
+        """Computes `forward` in one native call. `best`: computes `next_tokens` instead, which needs a
+        decoder that can choose tokens."""
         input_ids, positions, rows = inputs.input_ids, inputs.positions, inputs.rows
         scaling, other, adapters = self.config.query_scaling, self.other_rotary, inputs.adapters
         longest = inputs.metas[0].max_seq_len
@@ -332,7 +343,8 @@ class DecoderModel(nn.Module, Model):
         return hidden if inputs.rows is None else hidden[inputs.rows]
 
     def _with_chunked(self, inputs: ForwardInputs) -> Sequence[AttentionMetadata]:
-        """Metadata of each KV group, and behind them, if some layers are chunked, the same in chunks."""
+        """Returns the metadata of each KV group. If some layers are chunked, the chunked metadata of each
+        group follows."""
         size = self.config.chunk_size
         if size is None:
             return inputs.metas
@@ -351,7 +363,7 @@ class DecoderModel(nn.Module, Model):
         return self._native is not None
 
     def _layers_of(self, kv_cache: KVLayers) -> list[KVLayer]:
-        """Each layer's view of the pool, the same list each time."""
+        """Returns each layer's view of the pool. It returns the same list while the pool stays the same."""
         if self._kv_layers is None or self._kv_layers[0] is not kv_cache:
             places = (self._places[index] for index in range(len(self.layers)))
             self._kv_layers = kv_cache, [kv_cache.layer(position) for _, position in places]
@@ -379,11 +391,11 @@ class DecoderModel(nn.Module, Model):
 
     @property
     def _absorbed_bytes(self) -> int:
-        """Bytes of the matrices that latent attention makes of its weights and keeps beside them."""
+        """Bytes of the matrices that latent attention derives from its weights and keeps beside them."""
         return sum(module.absorbed_bytes for module in self.modules() if isinstance(module, LatentAttention))
 
     def _fuse(self) -> NativeDecoder | None:
-        """All layers as one call, where there are kernels for that and the layers can say what they are."""
+        """Makes the decoder that computes all layers in one call; None: no kernel for that fits the model."""
         config, kind = self.config, self.layer_class
         if config.ranks.size > 1:
             return None  # there is no place in it for sums over the ranks
@@ -457,7 +469,7 @@ class DecoderModel(nn.Module, Model):
                 yield Weight(f"{path}.{name}", parameter, part)
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules by the names of their tensors."""
+        """Yields each module with the prefix of its tensors' names."""
         for path, module in self.named_modules():
             yield path if path == "lm_head" else f"model.{path}", module
 
@@ -471,7 +483,8 @@ class DecoderModel(nn.Module, Model):
         return tensor
 
     def _apart(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """See `neighbours_apart`, for what a checkpoint has of a projection."""
+        """Reorders a stored tensor of a query or key projection with `neighbours_apart`. Raises
+        CheckpointError if its rows cannot be reordered."""
         config, count = self.config, tensor.shape[0] if tensor.ndim else 1
         heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
         if name.endswith((".weight", ".bias", ".weight_packed", ".weight_scale")) and (
@@ -486,8 +499,8 @@ class DecoderModel(nn.Module, Model):
         return tensor.clone()
 
     def ignores(self, name: str) -> bool:
-        """See Model: old Llama checkpoints store the rotary frequencies, and tied ones may repeat the
-        embedding as head."""
+        """See Model. Old Llama checkpoints store the rotary frequencies. Checkpoints with tied embeddings may
+        repeat them as the head."""
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
         return (
             name.endswith("rotary_emb.inv_freq")

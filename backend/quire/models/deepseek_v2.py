@@ -13,8 +13,7 @@ from quire.models.decoder import DecoderModel
 
 
 class LatentModel(DecoderModel):
-    """Latent attention. A checkpoint may have layers behind the last one, which predict further tokens: they
-    are left out."""
+    """Models with latent attention. Layers after the last one, for multi-token prediction, are not loaded."""
 
     has_layers_behind = True
 
@@ -43,7 +42,7 @@ class LatentModel(DecoderModel):
 
 
 class DeepseekV2ForCausalLM(LatentModel):
-    """Experts of the largest softmax."""
+    """DeepSeek V2: a token goes to the experts with the largest softmax scores."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -55,7 +54,8 @@ class DeepseekV2ForCausalLM(LatentModel):
 
 
 def _attention_scale(hf: HFConfig, latent: LatentConfig, rope: RopeConfig) -> float:
-    """That of a head's dimensions, times the square of YaRN's, which elsewhere is in the rotary embedding."""
+    """Returns the scale of attention scores: 1 / sqrt(head size), times the square of YaRN's scale. Other
+    models apply YaRN's scale in the rotary embedding."""
     scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
     all_dim = rope.parameters.get("mscale_all_dim")
     if rope.rope_type == "default" or not all_dim:

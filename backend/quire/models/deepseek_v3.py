@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1 (arXiv 2412.19437), Kimi K2, and models of their attention."""
+"""DeepSeek V3 and R1 (arXiv 2412.19437), Kimi K2, and other models with the same attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.deepseek_v2 import LatentModel
 
 
 class DeepseekV3ForCausalLM(LatentModel):
-    """Experts of the largest sigmoids in the best groups."""
+    """DeepSeek V3: a token goes to the experts with the largest sigmoid scores in its best groups."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -33,7 +33,8 @@ class DeepseekV3ForCausalLM(LatentModel):
 
 
 class Glm4MoeLiteForCausalLM(LatentModel):
-    """GLM-4.7-Flash: V3's experts in the layers that `mlp_layer_types` says; by default all but the first."""
+    """GLM-4.7-Flash: DeepSeek V3's experts in the layers that `mlp_layer_types` names; by default in all but
+    the first."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -57,7 +58,8 @@ class Glm4MoeLiteForCausalLM(LatentModel):
 
 
 class MiniCPM3ForCausalLM(LatentModel):
-    """A feed-forward in every layer; factors of embeddings, of what layers add, and of logits."""
+    """MiniCPM3: no experts. Embeddings, the terms for the residual stream, and logits are scaled by
+    factors."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -83,4 +85,4 @@ class MiniCPM3ForCausalLM(LatentModel):
 
 
 class YoutuForCausalLM(LatentModel):
-    """A feed-forward in every layer."""
+    """Youtu: no experts; every layer has a plain feed-forward part."""

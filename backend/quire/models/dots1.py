@@ -1,4 +1,4 @@
-"""dots.llm1: attention as Qwen3's, and experts as DeepSeek V3's."""
+"""dots.llm1: Qwen3's attention, and DeepSeek V3's experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.models.qwen2 import upper_windows
 
 
 class Dots1ForCausalLM(DecoderModel):
-    """QK-norm; `attention_bias` concerns all four projections. A window that is stated is that of the layers
-    from `max_window_layers` on, unless `layer_types` says otherwise."""
+    """QK-norm. `attention_bias` applies to all four projections. If the file states a window, the layers from
+    `max_window_layers` on have it, unless `layer_types` says otherwise."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

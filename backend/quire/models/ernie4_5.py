@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama in which neighbouring dimensions rotate."""
+"""ERNIE 4.5, dense: Llama whose rotary embedding rotates neighbouring dimensions together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class Ernie4_5ForCausalLM(DecoderModel):
-    """`use_bias` concerns all linear layers."""
+    """`use_bias` applies to all linear layers."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts, some of them shared, in most of its layers."""
+"""ERNIE 4.5 with experts in most layers, some of them shared experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire_kernels.routing import Routing
 
 
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
-    """Experts are chosen by softmax and a bias."""
+    """A token's experts are chosen by softmax scores plus a bias."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -58,5 +58,5 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         return name.replace("mlp.moe_statics.", "mlp.gate.")
 
     def ignores(self, name: str) -> bool:
-        """See DecoderModel; layers that predict further tokens have names of their own."""
+        """See DecoderModel. Layers for multi-token prediction, which have other names, are ignored too."""
         return name.startswith("model.mtp_") or super().ignores(name)

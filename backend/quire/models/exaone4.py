@@ -1,4 +1,5 @@
-"""EXAONE 4: norms behind a layer's parts, QK-norm; where some layers have windows, others no rope."""
+"""EXAONE 4: norms after a layer's parts, and QK-norm. In models with windows, layers without a window have no
+rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from quire.models.decoder import DecoderModel
 
 
 class Exaone4ForCausalLM(DecoderModel):
-    """Three layers with a window, then one that sees everything, unless the file says otherwise."""
+    """Three layers with a window, then one with full attention, unless the file says otherwise."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Gemma: scaled embeddings, and norms whose scales are stored less 1."""
+"""Gemma: scaled embeddings, and norms whose stored scales are 1 less than the scales used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from quire.models.decoder import DecoderModel
 
 
 class GemmaForCausalLM(DecoderModel):
-    """Tied embeddings unless stated otherwise; GELU in its tanh form whatever old files call it."""
+    """Embeddings are tied unless the file says otherwise. The activation is tanh GELU, whatever old files
+    call it."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -37,6 +38,6 @@ class GemmaForCausalLM(DecoderModel):
 
     @classmethod
     def activation(cls, hf: HFConfig) -> Any:
-        """That of the feed-forward layers, as `hidden_act` names it; unchecked."""
+        """Returns the name of the feed-forward's activation from `hidden_act`, unchecked."""
         stated = hf.get("hidden_activation") or hf.get("hidden_act", "gelu")
         return "gelu_pytorch_tanh" if stated == "gelu" else stated

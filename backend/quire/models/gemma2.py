@@ -33,5 +33,5 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
     @classmethod
     def activation(cls, hf: HFConfig) -> Any:
-        """See GemmaForCausalLM; here a name means what it says."""
+        """See GemmaForCausalLM. Here the name in the file is used as it is."""
         return hf.get("hidden_activation", "gelu_pytorch_tanh")

@@ -1,4 +1,5 @@
-"""Gemma 3, text: Gemma 2's layers with QK-norm, and rotary embedding that differs between kinds of layers."""
+"""Gemma 3, text: Gemma 2's layers with QK-norm. Layers with a window have another rotary embedding than the
+others."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from quire.models.vision_language import VisionLanguageModel
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Five layers with a window, then one without, unless the file says otherwise; no cap on scores."""
+    """Five layers with a window, then one without, unless the file says otherwise. Scores are not
+    soft-capped."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -41,4 +43,5 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(VisionLanguageModel, Gemma3ForCausalLM):
-    """The text part alone: among the tokens of an image, attention would go in both directions."""
+    """Gemma 3's text part. Images are not supported, as attention among an image's tokens is
+    bidirectional."""

@@ -1,4 +1,5 @@
-"""Gemma 4, text: head sizes by kind of layer, layers that read the keys of others, inputs of each layer."""
+"""Gemma 4, text. Head sizes differ by kind of layer, some layers share keys and values, and each layer has an
+input of its own."""
 
 from __future__ import annotations
 
@@ -28,24 +29,25 @@ from quire.models.vision_language import VisionLanguageModel
 from quire_kernels import ops
 
 _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
-"""RoPE parameters of the layers that see everything, for files whose `rope_parameters` state none."""
+"""RoPE parameters of full-attention layers, for files whose `rope_parameters` state none."""
 _OF_SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 _OTHER_PARTS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """`head_dim` and `num_kv_heads` are those of layers with a window."""
+    """Gemma 4's configuration. `head_dim` and `num_kv_heads` describe layers with a window."""
 
     full_head_dim: int
-    """Head size of the layers that see everything, whose number of KV heads is `full_kv_heads`."""
+    """Head size of full-attention layers. Their number of KV heads is `full_kv_heads`."""
     full_kv_heads: int
     values_are_keys: bool
-    """Whether these layers' values are their keys before norm and rotation."""
+    """Whether full-attention layers use their keys, before norm and rotation, as values."""
     num_shared: int
-    """Layers at the end that read the keys and values of the last layer of their kind before them."""
+    """Number of layers at the end that share KV: each reads the keys and values of the last earlier layer of
+    its kind."""
     widens_shared: bool
-    """Whether their feed-forward has twice the size."""
+    """Whether the layers that share KV have a feed-forward part of twice the size."""
     per_layer_vocab_size: int
 
     @property
@@ -58,7 +60,8 @@ class Gemma4Config(DecoderConfig):
 
 
 class Gemma4Attention(nn.Module):
-    """Norms of queries, keys and, without a scale, values; a layer may read what another one has written."""
+    """Attention with norms of queries, keys and values; the norm of values has no scale. A layer may read the
+    keys and values of another layer."""
 
     def __init__(self, config: Gemma4Config, layer: int) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class Gemma4Attention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same."""
+        """Maps [num_tokens, hidden_size] to the same shape."""
         cos, sin, kv_layer, meta = context.cos, context.sin, context.kv_layer, context.meta
         heads = self.qkv(x, context.adapters).unflatten(1, (-1, self.head_dim))
         query = ops.rope(self.q_norm(heads[:, : self.num_heads].contiguous()), cos, sin)
@@ -104,7 +107,8 @@ class Gemma4Attention(nn.Module):
 
 
 class Gemma4Layer(DecoderLayer):
-    """Gemma 3's, behind which the layer's own input is mixed in, and a factor of all of it."""
+    """Gemma 3's layer, then a gated projection of the layer's own input is added, and the sum is multiplied
+    by a scalar."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -139,7 +143,7 @@ class Gemma4Layer(DecoderLayer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See DecoderLayer; there is nothing left to be added."""
+        """See DecoderLayer. The output contains the residual stream already."""
         out, residual = super().forward(x, residual, context)
         x = out if residual is None else out + residual
         if self.gate is not None:
@@ -151,8 +155,8 @@ class Gemma4Layer(DecoderLayer):
 
 
 class Gemma4ForCausalLM(DecoderModel):
-    """Five layers with a window, then one without, unless `layer_types` says otherwise; the last one sees
-    everything. Experts (26B-A4B) are refused."""
+    """Five layers with a window, then one without, unless `layer_types` says otherwise. The last layer has
+    full attention. Models with experts (26B-A4B) are refused."""
 
     layer_class = Gemma4Layer
 
@@ -225,7 +229,7 @@ class Gemma4ForCausalLM(DecoderModel):
         self.per_layer_projection_norm = RMSNorm(config, size)
 
     def embed(self, inputs: ForwardInputs) -> torch.Tensor:
-        """See DecoderModel: behind it, what each layer mixes in."""
+        """See DecoderModel. Each row holds the hidden state, then the inputs of all layers."""
         x, size = super().embed(inputs), self.config.per_layer_size
         if not size:
             return x
@@ -235,7 +239,7 @@ class Gemma4ForCausalLM(DecoderModel):
         return torch.cat([x, mixed.flatten(1)], 1)
 
     def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
-        """See DecoderModel: that of the kind of layer that keeps more."""
+        """See DecoderModel. Returns the spec of the kind of layer that needs more bytes."""
         config = self.config
         assert isinstance(config, Gemma4Config)
         shapes = ((config.num_kv_heads, config.head_dim), (config.full_kv_heads, config.full_head_dim))
@@ -243,7 +247,7 @@ class Gemma4ForCausalLM(DecoderModel):
         return max(specs, key=lambda spec: spec.layer_bytes(1))
 
     def ignores(self, name: str) -> bool:
-        """See DecoderModel; the keys and values of layers that read those of others too."""
+        """See DecoderModel. Keys and values of layers that share KV are ignored too."""
         found = _OF_SHARED.match(name)
         if found is not None and int(found[1]) < self.config.num_layers:
             return self.config.kv_layers[int(found[1])] != int(found[1])
@@ -251,12 +255,12 @@ class Gemma4ForCausalLM(DecoderModel):
 
 
 def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConfig) -> tuple[int, int]:
-    """(head_dim, number of KV heads) of the layers without a window.
+    """Returns (head_dim, number of KV heads) of the layers without a window.
 
     Files state them under keys of their own; transformers 5 writes `per_layer_config`, by layer.
 
     Raises:
-        CheckpointError: a wrong value, or layers of one kind that differ.
+        CheckpointError: a value is wrong, or layers of one kind differ.
     """
     by_layer = hf.get("per_layer_config")
     if by_layer is None:
@@ -281,7 +285,7 @@ def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConf
 
 
 class Gemma4ForConditionalGeneration(VisionLanguageModel, Gemma4ForCausalLM):
-    """The text part alone."""
+    """Gemma 4's text part. Images are not supported."""
 
     def ignores(self, name: str) -> bool:
         """See DecoderModel."""

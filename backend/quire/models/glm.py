@@ -1,4 +1,4 @@
-"""GLM-4 of both generations: neighbouring dimensions of half of each head rotate, gate and up are fused."""
+"""GLM-4 of both generations: half of each head rotates, in neighbouring pairs. Gate and up are one tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class GlmForCausalLM(DecoderModel):
-    """Biases on query, key and value unless switched off (glm-4-9b, "hf" form)."""
+    """Query, key and value have biases unless the file switches them off (glm-4-9b, "hf" form)."""
 
     rotates_partly = True
 

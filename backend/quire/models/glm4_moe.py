@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: half of each head rotates, and experts as DeepSeek V3's."""
+"""GLM-4.5 to 4.7: half of each head rotates. Experts are DeepSeek V3's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class Glm4MoeForCausalLM(DecoderModel):
-    """`attention_bias` concerns query, key and value; QK-norm if `use_qk_norm` says so."""
+    """`attention_bias` applies to query, key and value. `use_qk_norm` switches QK-norm on."""
 
     rotates_partly = True
     has_layers_behind = True

@@ -32,12 +32,12 @@ _ENDS = {
     "_blocks": ("weight_packed", 4),
     "_scales": ("weight_scale", 3),
 }
-"""Kinds of tensors that hold all experts, by what follows the matrix in their names: how names of one
-expert's tensors end, and how many dimensions the tensor of all experts has."""
+"""Tensors that hold all experts, by what follows the matrix in their names. Each value: how the name of one
+expert's tensor ends, and how many dimensions the tensor of all experts has."""
 
 
 class GptOssLayer(DecoderLayer):
-    """Attention, and experts."""
+    """gpt-oss's layer: attention and experts."""
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
         """See DecoderLayer."""
@@ -86,7 +86,7 @@ class GptOssForCausalLM(DecoderModel):
         )
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel: of a tensor of all experts those of each expert's layers."""
+        """See DecoderModel. Splits a tensor of all experts into the tensors of each expert's layers."""
         prefix, separator, rest = stored.name.partition(".mlp.experts.")
         matrix = next((name for name in ("gate_up_proj", "down_proj") if rest.startswith(name)), None)
         if not separator or matrix is None or rest.removeprefix(matrix) not in _ENDS:
@@ -115,7 +115,8 @@ class GptOssForCausalLM(DecoderModel):
 
 
 def _as_layer(tensor: torch.Tensor, *, rows: slice, is_transposed: bool) -> torch.Tensor:
-    """Some rows of an expert's tensor, which is [in_features, out_features] or begins with out_features."""
+    """Returns some rows of one expert's tensor as [out_features, in_features]. `is_transposed`: the stored
+    tensor is [in_features, out_features]."""
     if is_transposed:
         return tensor.T[rows]
     return tensor[rows].flatten(1) if tensor.ndim == 3 else tensor[rows]

@@ -1,4 +1,5 @@
-"""Granite 3 and 4 (dense): Llama with factors of embeddings, scores, what layers add, and logits."""
+"""Granite 3 and 4 (dense): Llama with factors for embeddings, scores, terms for the residual stream, and
+logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Granite 3 with experts in every layer, those of a layer in two tensors."""
+"""Granite 3 MoE: every layer has experts. A checkpoint stores all experts of a layer in two tensors: gate
+with up, and down."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _PARTS = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    """`intermediate_size` is an expert's. A token's weights are the softmax of its experts' logits."""
+    """`intermediate_size` is the inner size of one expert. A token's weights are the softmax over the logits
+    of its chosen experts."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -30,7 +32,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         return dataclasses.replace(config, experts=experts)
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel: of [num_experts, out_features, in_features] each expert's parts."""
+        """See DecoderModel. Splits [num_experts, out_features, in_features] into each expert's tensors."""
         prefix, separator, rest = stored.name.partition(".block_sparse_moe.")
         parts = _PARTS.get(rest.removesuffix(".weight"))
         if not separator or parts is None:

@@ -1,4 +1,4 @@
-"""HunYuan, dense: Llama with norms of queries and keys behind the rotary embedding."""
+"""HunYuan, dense: Llama with norms of queries and keys after the rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.models.llama import LlamaForCausalLM
 
 
 class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
-    """A rope type `dynamic` with `alpha` is a larger theta, whatever the length."""
+    """Rope type `dynamic` with `alpha` means a larger theta, whatever the sequence's length."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,5 @@
-"""Model: the interface between a model and those who load and run it; ForwardInputs: a step as it sees it."""
+"""Model: the interface of a model for the loader and the runner. ForwardInputs: a model's inputs in one
+step."""
 
 from __future__ import annotations
 
@@ -25,49 +26,50 @@ from quire_kernels.metadata import AttentionMetadata
 
 @dataclass(slots=True)
 class ForwardInputs:
-    """New tokens of a ragged batch, and the KV cache with their past."""
+    """New tokens of a ragged batch, and the KV cache with the tokens before them."""
 
     input_ids: torch.Tensor
     """int64 [num_tokens]."""
     positions: torch.Tensor
     """int64 [num_tokens]; [3, num_tokens] where a request's positions have three axes (M-RoPE)."""
     kv_cache: KVLayers
-    """KV cache, in which keys and values of the new tokens are written."""
+    """KV cache. The forward pass writes the new tokens' keys and values into it."""
     metas: Sequence[AttentionMetadata]
-    """One per KV group: which tokens belong together, and which blocks have their past."""
+    """Metadata of each KV group: each sequence's new tokens, and the blocks with its past."""
     rows: torch.Tensor | None = None
-    """int64 [n], ascending: tokens whose hidden states are wanted; None: all."""
+    """int64 [n], ascending: batch rows whose hidden states are returned; None: all rows."""
     embeds: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64 [n], [n, embeds_size]): tokens whose embedding is given and not looked up. A row holds the
-    embedding, and behind it what each level of deepstack adds."""
+    """(int64 [n], [n, embeds_size]): batch rows whose embedding is given instead of looked up, and their
+    values. A value row holds the embedding, then what each deepstack level adds."""
     adapters: AdapterStep | None = None
-    """Adapters of the tokens; None: no token has one."""
+    """Adapters of the batch's tokens; None: no token has an adapter."""
 
 
 class Model(Protocol):
-    """Token ids to hidden states to logits, over a paged KV cache.
+    """Model over a paged KV cache: computes hidden states from token ids, and logits from hidden states.
 
-    Worker and loader know no more of a model than this. Its class inherits from `torch.nn.Module` and then
-    from this one, where methods with a body are defaults.
+    The worker and the loader use a model only by this interface. A model class inherits from
+    `torch.nn.Module` first and from this class second. Methods with a body are defaults.
     """
 
     config: DecoderConfig
     """The model's shape."""
     kv_groups: tuple[KVGroup, ...]
-    """Layers that share a block table; `ForwardInputs` has one AttentionMetadata for each group."""
+    """KV groups: layers that share a block table. `ForwardInputs.metas` has one AttentionMetadata per
+    group."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         """Makes the model, its weights uninitialised.
 
         Args:
             config: shape, from `parse_config`.
-            max_model_len: longest sequence served.
-            device: where the weights are made.
+            max_model_len: longest sequence served, in tokens.
+            device: device on which the weights are made.
         """
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """The family's reading of config.json; raises CheckpointError."""
+        """Reads config.json as the family does; raises CheckpointError."""
         ...
 
     # What a step needs.
@@ -79,42 +81,43 @@ class Model(Protocol):
             kv_cache_dtype: see `CacheConfig`.
 
         Raises:
-            ConfigError: the model's cache cannot have it.
+            ConfigError: the model's cache cannot have this type.
         """
         ...
 
     def embed(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Input of the first layer, [num_tokens, embedded_size]."""
+        """Returns the input of the first layer, [num_tokens, embedded_size]."""
         ...
 
     def compute(self, x: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
-        """`forward` behind `embed`, whose result `x` may be overwritten; reads no token ids."""
+        """Computes the rest of `forward` from the result `x` of `embed`. It may overwrite `x`, and reads no
+        token ids."""
         ...
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Computes new tokens, and stores their keys and values.
+        """Computes the new tokens, and stores their keys and values.
 
         Returns:
-            Hidden states of `inputs.rows`, or of all tokens, [n, hidden_size], the final norm applied.
+            [n, hidden_size]: hidden states of `inputs.rows`, or of all tokens, after the final norm.
         """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] of `forward` to float32 [n, vocab_size]."""
+        """Returns float32 logits [n, vocab_size] of hidden states [n, hidden_size] from `forward`."""
         ...
 
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`ops.argmax` of `compute_logits(hidden)`: int64 [n], -1 where there is none."""
+        """Returns `ops.argmax` of `compute_logits(hidden)`, int64 [n]; -1 for a row without a best token."""
         return ops.argmax(self.compute_logits(hidden))
 
     def next_tokens(self, inputs: ForwardInputs) -> torch.Tensor:
-        """`best_tokens` of `forward`; a model may have one call for both."""
+        """Returns `best_tokens` of the result of `forward`. A model may do both in one call."""
         return self.best_tokens(self.forward(inputs))
 
     @property
     def is_fused(self) -> bool:
-        """Whether all layers are one call: then there are no pieces to record, and no operator asks torch
-        about gradients."""
+        """Whether one call computes all layers. Then CUDA graphs have no pieces to record, and no operator
+        checks torch's gradient mode."""
         return False
 
     @property
@@ -123,32 +126,32 @@ class Model(Protocol):
         return True
 
     def work(self, kv_token_bytes: int) -> ModelWork | None:
-        """Bytes that steps of the packed model read, and operations that they compute; `kv_token_bytes`:
-        bytes that a layer keeps of a token. None: nobody knows."""
+        """Returns the bytes that a step of the packed model reads and the operations that it computes; None:
+        unknown. `kv_token_bytes`: bytes that a layer keeps per token."""
         return None
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules by name, as torch has them: adapters change the Linear layers among them."""
+        """Yields modules by name, as torch does. Adapters change the Linear layers among them."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Weights that no module packs, by name, as torch has them."""
+        """Yields the parameters that no module packs, by name, as torch does."""
         ...
 
     def take_slots(self) -> None:
-        """Called once, when the model's Linear layers have got slots for adapters."""
+        """Called once, after the model's Linear layers have made their adapter slots."""
 
     # What loading needs.
 
     def weights(self) -> Iterator[Weight]:
-        """Weights to be filled, one for every tensor that the model needs."""
+        """Yields the weights to be filled, one for every tensor that the model needs."""
         ...
 
     def fill(self, tensors: Iterable[NamedTensor], source: Path) -> bool:
-        """Fills all weights from a checkpoint's tensors; False: nothing is done, and the loader fills them.
+        """Fills all weights from a checkpoint's tensors. False: it did nothing, and the loader fills them.
 
         Args:
-            source: file named in complaints.
+            source: file that errors name.
 
         Raises:
             CheckpointError: tensors are missing, of another shape, or unknown.
@@ -156,24 +159,26 @@ class Model(Protocol):
         return False
 
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
-        """Modules with a packed form, by name; each is packed as soon as its weights are filled."""
+        """Yields the modules that have a packed form, by name. The loader packs each one when its weights are
+        filled."""
         return iter(())
 
     def finish(self) -> int:
-        """Completes the model once all `packed_modules` are packed; returns the bytes of all weights."""
+        """Completes the model after all `packed_modules` are packed. Returns the bytes of all weights."""
         ...
 
     def packed_bytes(self, device_type: str) -> int:
-        """Bytes that `finish` will return on such a device, about; known before any weight is loaded."""
+        """Estimates the bytes that `finish` will return on this type of device, before any weight is
+        loaded."""
         ...
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """Splits a tensor of the checkpoint into those that it holds, mostly itself alone, under names that
-        `canonical_name` takes."""
+        """Splits a stored tensor into the tensors that it holds, under names that `canonical_name` accepts.
+        Most tensors stay whole."""
         yield stored
 
     def canonical_name(self, name: str) -> str:
-        """The name in `weights()` of a checkpoint's tensor."""
+        """Returns the name in `weights()` for a name in the checkpoint."""
         return name
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""InternLM 2, 2.5 and 3, whose classes their checkpoints bring: Llama with other names and switches."""
+"""InternLM 2, 2.5 and 3, whose checkpoints bring their own classes: Llama with other names and switches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES = {
 
 
 class InternLM2ForCausalLM(DecoderModel):
-    """One tensor `wqkv` holds, for each KV head, its queries, its key and its value."""
+    """InternLM 2: tensor `wqkv` holds, for each KV head, its queries, its key and its value."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -64,12 +64,13 @@ class InternLM2ForCausalLM(DecoderModel):
 
 
 def _of_heads(rows: torch.Tensor, *, group: int, head_dim: int, first: int, last: int) -> torch.Tensor:
-    """Some heads of each KV head's `group` queries, key and value."""
+    """Returns rows of some heads. For each KV head, `rows` holds `group` query heads, a key and a value; of
+    these it takes those with index `first` up to, but not including, `last`."""
     return rows.unflatten(0, (-1, group + 2, head_dim))[:, first:last].flatten(0, 2)
 
 
 class InternLM3ForCausalLM(DecoderModel):
-    """`qkv_bias` of query, key and value; `bias` of all that follows."""
+    """InternLM 3: `qkv_bias` applies to query, key and value. `bias` applies to all other linear layers."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,5 +1,5 @@
-"""KV groups: layers that need the same past share a block table. A group says what its layers keep: keys and
-values of all tokens or of those in a window, or a state. No torch in here."""
+"""KV groups: layers that share a block table, as they keep the same kind of past. That is the keys and values
+of all tokens, those in a window, or a state. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 STATE_WINDOW = 2
-"""Window of a group of states: a token needs what its layers kept behind the token before it."""
+"""Window of a group of states: a token needs only the state after the token before it."""
 
 
 class KVGroup(NamedTuple):
-    """Layers that keep the same kind of past; layer `layers[i]` lies at position i of the group's blocks.
+    """Layers that keep the same kind of past. Layer `layers[i]` has position i in the group's blocks.
 
-    They keep keys and values of each token, of all or of those in a window; or, as linear attention does, a
-    state: a fixed number of bytes that each token changes. A state fills one block, however many tokens the
-    request has.
+    Layers with attention keep keys and values of all tokens, or of those in a window. Layers with linear
+    attention keep a state: a fixed number of bytes that each token changes. A state fills one block, however
+    many tokens the request has.
     """
 
     window: int | None
-    """Positions a token sees, itself included; None: all. STATE_WINDOW in a group of states."""
+    """Positions that a token sees, itself included; None: all. STATE_WINDOW in a group of states."""
     layers: tuple[int, ...]
     state_bytes: int = 0
     """Bytes of the state of one layer; 0: the layers keep keys and values."""
@@ -33,23 +33,24 @@ class KVGroup(NamedTuple):
 
 
 _MOST_WASTE = 0.1
-"""Largest share of the blocks of layers of one kind that may belong to no layer."""
+"""Most unused layer places that groups of one kind of layer may have, as a fraction of that kind's layers."""
 
 
 def kv_groups(
     windows: Sequence[int | None], state_bytes: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[KVGroup, ...]:
-    """Groups of one size, so that blocks of all groups are alike and come from one pool.
+    """Divides the layers into groups of one size, so that all groups' blocks are alike and come from one
+    pool.
 
-    Each group costs a block table, so groups are as large as they can be: all layers of a uniform model. The
-    last group of layers with a window may hold fewer than the others: 29 layers with a window and 5 without
-    are six groups (of 5, the last of 4) and one, not 34 of one layer each. Groups of the layers that see most
-    are always full, as theirs is the memory that grows with the sequence. Groups that see everything come
-    first, groups of states last.
+    Each group costs a block table, so groups are as large as possible: a uniform model has one group. The
+    last group of layers with a window may hold fewer layers than the others. Example: 29 layers with a window
+    and 5 without make six groups with a window (five of 5 layers, one of 4) and one without, instead of 34
+    groups of one layer. The groups of the layers that see most positions are always full, because their
+    memory grows with the sequence. Groups without a window come first, groups of states last.
 
     Args:
-        windows: per layer, positions a token sees or None; of no meaning for layers with a state.
-        state_bytes: bytes of a state, by layer, of the layers that keep one.
+        windows: for each layer, the positions that a token sees; None: all. Ignored for layers with a state.
+        state_bytes: bytes of a layer's state, by layer, for the layers that keep one.
     """
     by_kind: dict[tuple[int, float], list[int]] = {}  # (bytes of a state, window)
     for layer, window in enumerate(windows):
@@ -72,23 +73,23 @@ def kv_groups(
 
 
 def layers_per_group(groups: Sequence[KVGroup]) -> int:
-    """Layers that a block has room for."""
+    """Returns the number of layers that a block has room for."""
     return max(len(group.layers) for group in groups)
 
 
 def blocks_per_sequence(
     groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int
 ) -> int:
-    """Most blocks that one sequence of `num_tokens` holds at any time, over all groups.
+    """Returns the most blocks that one sequence of `num_tokens` holds at any time, over all groups.
 
     A group with a window holds what the first token of a step sees and what the step's tokens fill: at most
-    window - 1 + max_step_tokens positions, which may begin in the middle of a block. The blocks behind the
-    window must be given back before those of the next step are taken. A state that leaves the end of a block
-    is copied to the next one, so for a moment it holds both.
+    window - 1 + max_step_tokens positions, which may begin in the middle of a block. The caller must free the
+    blocks before the window before it allocates those of the next step. A state that crosses the end of a
+    block is copied to the next block, so the sequence briefly holds both.
 
     Args:
-        groups: of the model.
-        num_tokens: prompt and output, all computed.
+        groups: the model's KV groups.
+        num_tokens: prompt and output tokens, all computed.
         block_size: tokens per block.
         max_step_tokens: most tokens of one sequence that a step computes.
     """

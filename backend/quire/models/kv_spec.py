@@ -1,7 +1,7 @@
-"""KV specs: what a layer keeps of each token, as its model says it.
+"""KV specs: what a layer keeps of each token.
 
-Pool, block manager, tiers and transfers know a block as bytes; only the spec and the operators of its layers
-know what these are.
+The pool, block manager, tiers and transfers treat a block as bytes. Only the spec and the layer's operators
+know what these mean.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
 
 QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Types of keys and values in memory by `kv_cache_dtype`, where that is not "auto"."""
+"""Stored types of keys and values, by `kv_cache_dtype`, where that is not "auto"."""
 
 
 class KVSpec(Protocol):
-    """Layout of one layer's keys and values for the tokens of a block; all such layers of a pool have one
-    spec."""
+    """Layout of one layer's keys and values for the tokens of a block. All layers with keys and values in a
+    pool have the same spec."""
 
     def layer_bytes(self, block_size: int) -> int:
-        """Bytes of `block_size` tokens."""
+        """Returns the bytes of one layer for `block_size` tokens."""
 
     def view(self, memory: torch.Tensor, block_size: int) -> KVLayer:
-        """The layer's part of the pool as its operators take it.
+        """Returns one layer's part of the pool in the form that its operators read.
 
         Args:
             memory: uint8 [num_blocks, layer_bytes], the last dimension contiguous.
@@ -34,37 +34,38 @@ class KVSpec(Protocol):
 
 
 class KVLayers(Protocol):
-    """A pool, as a model sees it."""
+    """A KV cache pool, in the form that a model uses."""
 
     block_size: int
     """Tokens per block."""
 
     def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
-        """View of the pool for the layer at position `index` of its group; for `shape` see
+        """Returns the pool's view for the layer at position `index` of its group. For `shape` see
         `DecoderLayer.kv_shape`."""
 
     def states(self, index: int) -> torch.Tensor:
-        """Bytes of the layer at position `index` of a group of states: uint8 [num_blocks, state_bytes or a
-        few more], the last dimension contiguous."""
+        """Returns the states of the layer at position `index` of its group: uint8 [num_blocks, state_bytes or
+        a few more], the last dimension contiguous."""
 
 
 @dataclass(frozen=True)
 class AttentionKV:
-    """A key and a value per KV head, with the scales of both where they are quantised.
+    """Spec of a key and a value per KV head, with the scales of both if they are quantised.
 
-    In memory: keys before values, then heads; a quantised head's scales lie right behind its data.
+    In memory, keys lie before values, and each is divided into heads. A quantised head's scales follow its
+    data.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """The computation's, and the cache's if it is not quantised."""
+    """Type of the model's activations, and of the cache if it is not quantised."""
     kv_cache_dtype: str = "auto"
     """See `CacheConfig`."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The type of keys and values in memory."""
+        """Type of keys and values in the cache."""
         return QUANTIZED_DTYPES.get(self.kv_cache_dtype, self.dtype)
 
     def layer_bytes(self, block_size: int) -> int:
@@ -85,7 +86,7 @@ class AttentionKV:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One vector, which is the key and the value of all heads: a latent and behind it a rotated part.
+    """Spec of one vector per token, which serves all heads as key and value: a latent, then a rotated part.
 
     (DeepSeek-V2, arXiv 2405.04434.)
     """
@@ -99,7 +100,7 @@ class LatentKV:
         return block_size * self.size * self.dtype.itemsize
 
     def view(self, memory: torch.Tensor, block_size: int) -> KVLayer:
-        """See `KVSpec`: keys and values are the same memory."""
+        """See `KVSpec`. Keys and values are views of the same memory."""
         data, token = memory.view(self.dtype), self.size
         shape = (data.shape[0], 2, 1, block_size, token)
         return data.as_strided(shape, (data.stride(0), 0, block_size * token, token, 1))

@@ -1,4 +1,4 @@
-"""Llama 4, text: attention in chunks, layers without rotary embedding, experts of scaled inputs."""
+"""Llama 4, text: chunked attention, layers without rotary embedding, and experts with scaled inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire_kernels.routing import Routing
 
 
 class Llama4Attention(Attention):
-    """Norms without scales behind the rotary embedding, in layers that have one."""
+    """Llama 4's attention. Layers with rotary embedding have norms without scales after it."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(dataclasses.replace(config, qk_norm=False), layer)
@@ -42,8 +42,8 @@ class Llama4Attention(Attention):
 
 
 class Llama4Experts(MixtureOfExperts):
-    """A token goes, multiplied by the sigmoid of each logit, into the experts of its largest logits; all go
-    into the shared one."""
+    """Llama 4's experts: those with a token's largest logits, and a shared one. The token's input to each
+    chosen expert is multiplied by the sigmoid of its logit."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__(config, experts, router_name="router")
@@ -61,7 +61,7 @@ class Llama4Experts(MixtureOfExperts):
 
 
 class Llama4Layer(DecoderLayer):
-    """A feed-forward, or experts."""
+    """Llama 4's layer, with a feed-forward part or experts."""
 
     def make_attention(self, config: DecoderConfig, layer: int) -> nn.Module:
         """See DecoderLayer."""
@@ -76,8 +76,8 @@ class Llama4Layer(DecoderLayer):
 
 
 class Llama4ForCausalLM(DecoderModel):
-    """Every fourth layer has no rotary embedding and sees everything, the others a chunk, unless the file
-    says otherwise."""
+    """Every fourth layer has full attention without rotary embedding, the others have chunked attention,
+    unless the file says otherwise."""
 
     layer_class = Llama4Layer
 
@@ -129,7 +129,7 @@ class Llama4ForCausalLM(DecoderModel):
         )
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel: of [num_experts, in_features, out_features] each expert's parts."""
+        """See DecoderModel. Splits [num_experts, in_features, out_features] into each expert's tensors."""
         prefix, separator, matrix = stored.name.partition(".feed_forward.experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
         if not separator or parts is None:
@@ -158,13 +158,13 @@ class Llama4ForCausalLM(DecoderModel):
 
 
 def _columns(tensor: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
-    """One of so many equal parts of the output features, [out_features, in_features]."""
+    """Returns part `index` of `count` equal parts of the output features, as [out_features, in_features]."""
     return tensor.T.chunk(count)[index]
 
 
 def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Layers with attention in chunks: those that `layer_types` names, or else those with rotary embedding.
-    Raises CheckpointError."""
+    """Returns the layers with chunked attention: those that `layer_types` names, else those with rotary
+    embedding. Raises CheckpointError."""
     types = hf.get("layer_types") or [
         "full_attention" if layer in without else "chunked_attention" for layer in range(num_layers)
     ]
@@ -176,7 +176,7 @@ def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> 
 
 
 class Llama4ForConditionalGeneration(VisionLanguageModel, Llama4ForCausalLM):
-    """The text part alone."""
+    """Llama 4's text part. Images are not supported."""
 
     def ignores(self, name: str) -> bool:
         """See DecoderModel."""

@@ -18,11 +18,12 @@ _TEXT_FAMILIES = {
 
 
 class LlavaForConditionalGeneration(VisionLanguageModel):
-    """The text part is what `text_config.model_type` says."""
+    """The text part is the model that `text_config.model_type` names."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """The text part read as its own family does; raises CheckpointError for one that is not supported."""
+        """Reads the text part as its own family does; raises CheckpointError for a family that is not
+        supported."""
         name = hf.get("model_type", "llama")
         if name not in _TEXT_FAMILIES:
             supported = ", ".join(_TEXT_FAMILIES)

@@ -1,4 +1,5 @@
-"""MiniMax-M2: Mixtral with sigmoid routers, and norms over all queries and all keys of a token."""
+"""MiniMax-M2: Mixtral with sigmoid routers. One norm covers all of a token's queries, another all its
+keys."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from quire.models.mixtral import MixtralForCausalLM
 
 
 class MiniMaxM2ForCausalLM(MixtralForCausalLM):
-    """`rotary_dim` dimensions of a head rotate."""
+    """The first `rotary_dim` dimensions of a head rotate."""
 
     rotates_partly = True
 

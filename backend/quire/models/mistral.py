@@ -1,4 +1,4 @@
-"""Mistral and Ministral: sliding-window attention, in all layers or by `layer_types`; Ministral 3."""
+"""Mistral and Ministral: sliding-window attention, in all layers or by `layer_types`. Ministral 3 too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class MistralForCausalLM(DecoderModel):
-    """A window of `sliding_window` positions in every layer unless the file says otherwise."""
+    """Every layer has a window of `sliding_window` positions unless the file says otherwise."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -36,11 +36,11 @@ _ROPE = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""RoPE parameters for files of Ministral 3 that state none."""
+"""RoPE parameters for Ministral 3 files that state none."""
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
-    """Queries are scaled by their position, as in Llama 4; no window unless stated."""
+    """Ministral 3: queries are scaled by position, as in Llama 4. No window unless the file states one."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

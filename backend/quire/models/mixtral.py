@@ -16,7 +16,7 @@ from quire.models.mistral import MistralForCausalLM
 
 
 class MixtralLayer(DecoderLayer):
-    """Attention, and experts whose matrices are called w1 (gate), w3 (up) and w2 (down)."""
+    """Mixtral's layer: attention, and experts whose matrices are named w1 (gate), w3 (up) and w2 (down)."""
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
         """See DecoderLayer."""
@@ -26,7 +26,8 @@ class MixtralLayer(DecoderLayer):
 
 
 class MixtralForCausalLM(MistralForCausalLM):
-    """`intermediate_size` is an expert's. A token's weights are the softmax of its experts' logits."""
+    """`intermediate_size` is the inner size of one expert. A token's weights are the softmax over the logits
+    of its chosen experts."""
 
     layer_class = MixtralLayer
 

@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms behind a layer's parts, and over all queries and all keys of a token."""
+"""OLMo 2 and 3: norms after a layer's parts. One norm covers all of a token's queries, another all its
+keys."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from quire.models.decoder import DecoderModel
 
 
 class Olmo2ForCausalLM(DecoderModel):
-    """Norms multiply before they round."""
+    """Norms multiply by their scale before they round to the activations' type."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -32,8 +33,8 @@ class Olmo2ForCausalLM(DecoderModel):
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """Three layers with a window, then one without, unless `layer_types` says otherwise, each kind with a
-    rope of its own."""
+    """Three layers with a window, then one without, unless `layer_types` says otherwise. Each kind has its
+    own rotary embedding."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

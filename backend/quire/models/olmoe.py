@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, and norms over all queries and all keys of a token."""
+"""OLMoE: experts in every layer. One norm covers all of a token's queries, another all its keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from quire.models.qwen3_moe import qwen_experts
 
 
 class OlmoeForCausalLM(DecoderModel):
-    """`intermediate_size` is an expert's; `attention_bias` concerns all four projections."""
+    """`intermediate_size` is the inner size of one expert. `attention_bias` applies to all four
+    projections."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

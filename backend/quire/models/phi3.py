@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini too): Llama with fused projections and, in part, rotary embedding."""
+"""Phi-3, Phi-3.5 and Phi-4 (mini too): Llama with fused projections; some models rotate part of each head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class Phi3ForCausalLM(DecoderModel):
-    """`partial_rotary_factor` is obeyed; a window is that of all layers."""
+    """`partial_rotary_factor` is obeyed. If there is a window, all layers have it."""
 
     rotates_partly = True
 

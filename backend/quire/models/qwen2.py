@@ -13,18 +13,19 @@ from quire.models.decoder import DecoderModel
 
 
 def qwen_window(hf: HFConfig) -> Any:
-    """The window of layers that have one, unchecked; None: `use_sliding_window` does not switch it on."""
+    """Returns `sliding_window`, unchecked; None: `use_sliding_window` does not switch it on."""
     return hf.values.get("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
 
 
 def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
-    """`upper_windows` of what `use_sliding_window` switches on."""
+    """Returns each layer's window by `upper_windows`, with the window that `use_sliding_window` switches
+    on."""
     return upper_windows(hf, num_layers, qwen_window(hf), first=28)
 
 
 def upper_windows(hf: HFConfig, num_layers: int, window: Any, *, first: int) -> tuple[int | None, ...]:
-    """Windows where `layer_types`, or else `max_window_layers`, has them: the first layer of those above, by
-    default `first`."""
+    """Returns each layer's window, from `layer_types` if the file has it. Otherwise the layers from
+    `max_window_layers` on, by default `first`, have the window `window`."""
     windows = windows_by_layer_type(hf, num_layers, window)
     if windows is not None:
         return windows
@@ -33,7 +34,7 @@ def upper_windows(hf: HFConfig, num_layers: int, window: Any, *, first: int) -> 
 
 
 class Qwen2ForCausalLM(DecoderModel):
-    """QKV bias, no output bias."""
+    """Query, key and value have biases, the output projection has none."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

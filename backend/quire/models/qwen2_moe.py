@@ -1,4 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and in each of their layers a gated one for all tokens."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts. Layers with experts also have a gated shared expert for all
+tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from quire.models.qwen3_moe import qwen_experts
 
 
 class Qwen2MoeForCausalLM(DecoderModel):
-    """`qkv_bias`; windows, if switched on, in every other layer below `max_window_layers`, beginning with the
-    first, unless `layer_types` says otherwise."""
+    """`qkv_bias` is obeyed. If windows are switched on, every other layer below `max_window_layers` has one,
+    beginning with the first, unless `layer_types` says otherwise."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

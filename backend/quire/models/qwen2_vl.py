@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: a Qwen2 decoder with rotary positions of three axes (M-RoPE)."""
+"""Qwen2-VL and Qwen2.5-VL: a Qwen2 decoder with rotary positions on three axes (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.models.vision_language import VisionLanguageModel
 
 
 class Qwen2VLForConditionalGeneration(VisionLanguageModel, Qwen2ForCausalLM):
-    """Time, height and width positions for image tokens."""
+    """Image tokens have positions in time, height and width."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Qwen3 dense: norms on query and key heads, head_dim apart from hidden_size, no bias by default."""
+"""Qwen3, dense: norms on query and key heads, a head_dim independent of hidden_size, no bias by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.models.qwen2 import qwen_windows
 
 
 class Qwen3ForCausalLM(DecoderModel):
-    """QK-norm; `attention_bias` concerns all four projections."""
+    """QK-norm. `attention_bias` applies to all four projections."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Qwen3.5: Qwen3-Next's layers, with or without experts; each projection has a tensor. Text only."""
+"""Qwen3.5, text: Qwen3-Next's layers, with or without experts. Each projection has a tensor of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Qwen3_5ForCausalLM(HybridModel):
-    """Positions of text are equal on all axes of M-RoPE, which is the plain rotation."""
+    """M-RoPE gives text the plain rotation, as its positions are equal on all axes."""
 
     interleaved = False
 
@@ -32,7 +32,8 @@ class Qwen3_5ForCausalLM(HybridModel):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    """Experts in every layer, those of a layer in two tensors, or each in tensors of its own."""
+    """Every layer has experts. A checkpoint stores a layer's experts in two tensors, or each expert in its
+    own."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> HybridConfig:
@@ -47,7 +48,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         return HybridConfig(**vars(config) | {"experts": experts})
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See Model: of [num_experts, out_features, in_features] each expert's parts."""
+        """See Model. Splits [num_experts, out_features, in_features] into each expert's tensors."""
         prefix, separator, matrix = stored.name.partition(".mlp.experts.")
         parts = _PARTS.get(matrix)
         if not separator or parts is None or self.ignores(stored.name):
@@ -69,8 +70,9 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(VisionLanguageModel, Qwen3_5ForCausalLM):
-    """The text part; the tower is not loaded, and images are refused."""
+    """Qwen3.5's text part. The vision tower is not loaded, and images are refused."""
 
 
 class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel, Qwen3_5MoeForCausalLM):
-    """The same of a model with experts."""
+    """The text part of a Qwen3.5 model with experts. The vision tower is not loaded, and images are
+    refused."""

@@ -13,7 +13,8 @@ from quire.models.qwen3 import Qwen3ForCausalLM
 
 
 def qwen_experts(hf: HFConfig, num_layers: int, *, gated_shared_size: int = 0) -> ExpertsConfig:
-    """Experts, in every `decoder_sparse_step`th layer but `mlp_only_layers`; raises CheckpointError."""
+    """Reads the experts, in every `decoder_sparse_step`th layer except `mlp_only_layers`; raises
+    CheckpointError."""
     # transformers 5 writes num_local_experts.
     count_key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
     step, dense = hf.require_int("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
@@ -30,7 +31,7 @@ def qwen_experts(hf: HFConfig, num_layers: int, *, gated_shared_size: int = 0) -
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """A window, if switched on, is that of all layers."""
+    """If a window is switched on, all layers have it."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,5 +1,5 @@
-"""Qwen3-Next: three layers with gated DeltaNet, then one with attention whose output has a gate; experts, one
-of which computes every token."""
+"""Qwen3-Next: three layers with gated DeltaNet, then one with gated attention. Layers have experts, one of
+them shared by all tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class HybridLayer(DecoderLayer):
 
 
 class HybridModel(DecoderModel):
-    """Qwen's decoder with layers of both kinds. `mtp.*`, which predict further tokens, are not loaded."""
+    """Qwen decoder with layers of both kinds. The tensors `mtp.*`, for multi-token prediction, are not
+    loaded."""
 
     layer_class = HybridLayer
     rotates_partly = True
@@ -55,7 +56,7 @@ class HybridModel(DecoderModel):
         return dict.fromkeys(config.delta_layers, config.delta.state_bytes(config.dtype))
 
     def work(self, kv_token_bytes: int) -> ModelWork:
-        """See DecoderModel: states count nothing."""
+        """See DecoderModel. The bytes of states are not counted."""
         work = super().work(kv_token_bytes)
         assert isinstance(self.config, HybridConfig)
         return dataclasses.replace(work, windows=work.windows[len(self.config.delta_layers) :])
@@ -73,7 +74,7 @@ class HybridModel(DecoderModel):
             yield path.replace(".shared_experts", ".shared_expert"), module
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """See Model: the scale of the norm with a gate is stored as it is."""
+        """See Model. The scale of the gated norm is kept as stored; 1 is not added."""
         return tensor if ".linear_attn." in name else super().convert(name, tensor)
 
     def ignores(self, name: str) -> bool:
@@ -98,8 +99,8 @@ class Qwen3NextForCausalLM(HybridModel):
 
 
 def _delta_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers that `layer_types` calls linear_attention, or else all but every `full_attention_interval`th;
-    raises CheckpointError."""
+    """Returns the layers that `layer_types` calls linear_attention. Without that list, these are all but
+    every `full_attention_interval`th layer. Raises CheckpointError."""
     types = hf.get("layer_types")
     if types is None:
         interval = hf.require_int("full_attention_interval", 4)

@@ -1,5 +1,5 @@
-"""Qwen3-VL: a Qwen3 decoder with M-RoPE whose axes take turns, and deepstack: behind the first layers the
-rows of images add to the hidden states what the vision part saw in its middle (arXiv 2406.04334)."""
+"""Qwen3-VL: a Qwen3 decoder with interleaved M-RoPE and deepstack. In deepstack, image features from inner
+vision layers are added to the hidden states after the first decoder layers (arXiv 2406.04334)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.models.vision_language import VisionLanguageModel
 
 
 class Qwen3VLForConditionalGeneration(VisionLanguageModel, Qwen3ForCausalLM):
-    """A row of an image holds its embedding and a level for each of `deepstack_visual_indexes`."""
+    """An image's row holds its embedding, then one level for each of `deepstack_visual_indexes`."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -12,7 +12,8 @@ from quire.models.interface import Model
 from quire.named_code import load_class
 
 ENTRY_POINTS = "quire.models"
-"""Entry points of installed packages: classes of other models, by their names in `architectures`."""
+"""Entry point group in which installed packages offer other models' classes, by their names in
+`architectures`."""
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
@@ -70,12 +71,12 @@ ARCHITECTURES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
 }
-"""Architecture to the module of `quire.models` that holds it: a new family is one line and one file."""
+"""Module of `quire.models` for each architecture. A new family needs one line here and one file."""
 
 
 def with_head(hf: HFConfig) -> HFConfig:
-    """The config of the whole model, for one that was saved without its head (`Qwen3Model`), as those of
-    embeddings often are; the table of embeddings stands for it."""
+    """Returns the config as that of the whole model, if it was saved without its head (`Qwen3Model`), as
+    embedding models often are. Its embeddings then count as tied to the head."""
     name = f"{hf.architecture.removesuffix('Model')}ForCausalLM"
     if not hf.architecture.endswith("Model") or name not in ARCHITECTURES:
         return hf
@@ -89,20 +90,20 @@ def _checked(name: str, found: Any) -> type[Model]:
 
 
 def uses_transformers(architecture: str, model_impl: str) -> bool:
-    """Whether transformers computes an architecture; for `model_impl` see `ModelConfig`."""
+    """Whether transformers code computes an architecture. For `model_impl` see `ModelConfig`."""
     return model_impl == "transformers" or (model_impl == "auto" and architecture not in ARCHITECTURES)
 
 
 def model_class(hf: HFConfig, model_impl: str = "quire", named: str = "") -> type[Model]:
-    """The class for a checkpoint.
+    """Returns the model class for a checkpoint.
 
     Args:
         model_impl: see `ModelConfig`.
-        named: its `model_class`.
+        named: `ModelConfig.model_class`; empty: the architecture decides.
 
     Raises:
-        CheckpointError: the architecture is not supported; lists those that are.
-        ConfigError: `named` cannot be had.
+        CheckpointError: the architecture is not supported; the message lists those that are.
+        ConfigError: the class `named` cannot be loaded.
     """
     if named:
         return _checked("model_class", load_class("model_class", named))

@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class SeedOssForCausalLM(DecoderModel):
-    """`attention_out_bias` is a switch of its own."""
+    """`attention_out_bias` alone switches the output projection's bias."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

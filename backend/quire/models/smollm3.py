@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, of whose layers every fourth has no rotary embedding."""
+"""SmolLM3: Llama in which every fourth layer has no rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from quire.models.llama import LlamaForCausalLM
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """`no_rope_layers` holds 0 for layers without; a window, if switched on, is that of these layers."""
+    """`no_rope_layers` holds 0 for layers without rotary embedding. If a window is switched on, these layers
+    have it."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,12 +1,12 @@
-"""TransformersModel: causal models of transformers without a family of their own here.
+"""TransformersModel: causal models of transformers that have no model family here.
 
-Layers are transformers' code. Their attention is `ops.paged_attention` over the paged KV cache, by way of
-transformers' attention interface, so a model needs nothing of its own for continuous batching and prefix
-caching. (vLLM's name for this is the Transformers modeling backend.)
+transformers' code computes the layers. Their attention runs as `ops.paged_attention` over the paged KV cache,
+through transformers' attention interface. So a model needs no code of its own for continuous batching and
+prefix caching. (vLLM calls this the Transformers modeling backend.)
 
-What a model does with its attention is found out before its weights are read, by a forward pass on torch's
-"meta" device: which modules call the interface, with what shapes, and which positions their masks show. What
-does not fit is refused with the reason.
+Before the weights are read, a forward pass on torch's "meta" device probes the model's attention: which
+modules call the interface, with which shapes, and which positions their masks show. A model that does not fit
+is refused with the reason.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from quire_kernels import ops
 logger = logging.getLogger("quire")
 
 _STEP, _PROBE = "quire", "quire_probe"
-"""Names of our attention in transformers' registries: that of steps, and that of the pass that looks on."""
+"""Names of our attention functions in transformers' registries: one for steps, one for the probing pass."""
 _NUM_TOKENS = 8
-"""Tokens of that pass."""
+"""Tokens in the probing pass."""
 _CANNOT = "cannot run on transformers' code"
 _MAX_LISTED = 16
 _MOST_POSITIONS = 2**24
-"""Positions among which the end of a window is looked for."""
+"""Positions among which the probe looks for the end of a window."""
 _KNOWN = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"))
-"""Keyword arguments of an attention that are obeyed, or that change nothing here."""
+"""Keyword arguments of an attention call that are obeyed, or have no effect here."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_OF_BATCHES = ("longrope", "dynamic")
 _MOST = 2**24
@@ -76,18 +76,18 @@ _LABELS = ("_labels", "2label", "2id")
 _STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types of weights; others mean something else than numbers as they are."""
 _TOLERANCE = 0.02
-"""Largest change of a hidden state, relative to the state, that counts as rounding."""
+"""Largest change of a hidden state, relative to the state's size, that counts as rounding."""
 
 
 class AttentionShape(NamedTuple):
-    """One layer's attention, as its first call was."""
+    """One layer's attention, as the probing pass saw its first call."""
 
     module: str
-    """Name of the module that calls the interface, in the model without its head."""
+    """Name, in the headless model, of the module that calls the interface."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Size of a key; values may be smaller, and are filled up in the cache."""
+    """Size of a key. Values may be smaller; they are padded in the cache."""
     window: int | None
     """Positions that a token sees, itself included; None: all."""
     softcap: float | None
@@ -96,12 +96,12 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(DecoderConfig):
-    """A checkpoint's config.json and what the pass on "meta" has shown."""
+    """A checkpoint's config.json and the results of the probing pass."""
 
     checkpoint: dict[str, Any]
     """The keys of config.json."""
     attention: tuple[AttentionShape, ...]
-    """That of each layer, in the order of the calls."""
+    """Attention of each layer, in the order of the calls."""
     num_parameters: int
 
     @property
@@ -121,7 +121,7 @@ class TransformersModel(nn.Module, Model):
     base: PreTrainedModel
     """The model without its head."""
     head: PreTrainedModel
-    """The model with its head, and `_Given` in the place of `base`."""
+    """The model with its head, in which `_Given` replaces `base`."""
 
     def __init__(self, config: TransformersConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -227,13 +227,13 @@ class TransformersModel(nn.Module, Model):
         return _logits(self.head, self._given, hidden)
 
     def weights(self) -> Iterator[Weight]:
-        """See Model. Where nothing has filled them, they get memory."""
+        """See Model. Weights that `fill` has not filled get memory here."""
         if self._device.type != "meta" and any(one.is_meta for one in self.parameters()):
             self._set(_made(_read(self.config.checkpoint), self.config.dtype, self._device))
         return (Weight(name, parameter.data) for name, parameter in self.named_parameters())
 
     def fill(self, tensors: Iterable[NamedTensor], source: Path) -> bool:
-        """See Model: transformers knows what older names mean, and what is stored in parts."""
+        """See Model. transformers maps older names, and joins tensors that are stored in parts."""
         disable_progress_bar()
         kind: Any = type(self.head)
         content = {}
@@ -271,7 +271,7 @@ class TransformersModel(nn.Module, Model):
         """See Model.
 
         Raises:
-            CheckpointError: hidden states depend on other tokens by more than attention.
+            CheckpointError: a token's hidden state depends on other tokens by more than attention.
         """
         name = type(self.head).__name__
         try:
@@ -296,7 +296,7 @@ class TransformersModel(nn.Module, Model):
         return sum(one.nbytes for one in self.parameters())
 
     def _set(self, model: PreTrainedModel) -> None:
-        """Computes with a model of transformers."""
+        """Makes this object compute with a transformers model."""
         base: Any = model.base_model
         config, self.base, self.head = self.config, base, model
         setattr(model, model.base_model_prefix, self._given)
@@ -310,8 +310,8 @@ class TransformersModel(nn.Module, Model):
         self.eval().requires_grad_(False)
 
     def _change_by_others(self) -> float:
-        """Computes a token beside two different ones, without attention between them; returns the change of
-        its hidden state, relative to that."""
+        """Computes a token beside each of two others, with attention between tokens off. Returns the relative
+        change of the token's hidden state."""
         embed, last = self.base.get_input_embeddings(), self.config.max_position_embeddings - 1
         self._step.inputs, found = None, []
         with torch.inference_mode():
@@ -323,13 +323,14 @@ class TransformersModel(nn.Module, Model):
 
 
 class _Step:
-    """The step under way, as all attentions of a model see it; `inputs` None: no token sees another."""
+    """The current step, shared by all attention modules of a model. `inputs` is None while attention between
+    tokens is off."""
 
     inputs: ForwardInputs | None = None
 
 
 class _PagedAttention:
-    """One layer's attention, which its module in transformers is given as `quire_attention`."""
+    """One layer's attention; the transformers module holds it as `quire_attention`."""
 
     def __init__(
         self, config: TransformersConfig, shape: AttentionShape, step: _Step, group: int, position: int
@@ -349,8 +350,8 @@ class _PagedAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [1, num_heads, num_tokens, head_dim], the others alike; to [1, num_tokens, num_heads,
-        size of a value]."""
+        """Computes attention of query [1, num_heads, num_tokens, head_dim] and keys and values of the same
+        layout. Returns [1, num_tokens, num_heads, value size]."""
         size, inputs = value.shape[3], self._step.inputs
         if inputs is None:
             key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
@@ -386,19 +387,19 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function, as transformers' interface has it."""
+    """Attention function for transformers' interface."""
     attention: Any = module.quire_attention
     return attention(query, key, value, scaling, softcap, s_aux), None
 
 
 class _Given(nn.Module):
-    """Stands in the place of a model without its head, and gives `hidden` as its hidden states."""
+    """Stands in for a headless model, and returns `hidden` as its hidden states."""
 
     hidden: torch.Tensor
 
     @property
     def decoder(self) -> _Given:
-        """The part that some heads call."""
+        """This object, under a name by which some heads call their base model."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _HiddenStates:
@@ -406,7 +407,7 @@ class _Given(nn.Module):
 
 
 class _HiddenStates(BaseModelOutputWithPast):
-    """Hidden states, and nothing of what a head may hand on besides."""
+    """A base model's output with hidden states only; every other field is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -414,7 +415,7 @@ class _HiddenStates(BaseModelOutputWithPast):
 
 
 def _hidden(base: PreTrainedModel, x: torch.Tensor, positions: torch.Tensor, **mask: Any) -> torch.Tensor:
-    """Hidden states [num_tokens, hidden_size] of embeddings [num_tokens, size]."""
+    """Returns hidden states [num_tokens, hidden_size] for embeddings [num_tokens, size]."""
     out = base(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, **mask)
     hidden: torch.Tensor = out.last_hidden_state
     return hidden[0]
@@ -427,7 +428,8 @@ def _logits(head: PreTrainedModel, given: _Given, hidden: torch.Tensor) -> torch
 
 
 def _checked_name(hf: HFConfig) -> str:
-    """The architecture, if transformers has a causal model of the name; raises CheckpointError."""
+    """Returns the architecture's name if transformers has a causal model of that name; raises
+    CheckpointError."""
     name, kind, version = hf.architecture, hf.get("model_type"), transformers.__version__
     if hf.gguf is not None or kind not in CONFIG_MAPPING:
         own = ", and code that auto_map names is not run" if hf.get("auto_map") else ""
@@ -455,7 +457,7 @@ def _rope_types(values: Any) -> Iterator[Any]:
 
 
 def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
-    """Refuses what is known without a look at the code; raises CheckpointError."""
+    """Refuses models that the configuration alone shows to be unsupported; raises CheckpointError."""
     name = hf.architecture
     for key in ("rope_parameters", "rope_scaling"):
         for kind in _rope_types(hf.values.get(key)):
@@ -496,7 +498,7 @@ def _read(values: dict[str, Any]) -> PreTrainedConfig:
 def _made(
     found: PreTrainedConfig, dtype: torch.dtype, device: torch.device, attention: str = _STEP
 ) -> PreTrainedModel:
-    """A model with memory, and numbers that mean nothing."""
+    """Makes a model whose weights have memory but arbitrary values."""
     experts = {"experts_implementation": _PROBE} if attention == _PROBE else {}
     with device:
         made: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -506,7 +508,7 @@ def _made(
 
 
 class _Seen(NamedTuple):
-    """Shapes that the pass on "meta" has shown."""
+    """Results of the probing pass."""
 
     attention: tuple[AttentionShape, ...]
     hidden_size: int
@@ -514,7 +516,7 @@ class _Seen(NamedTuple):
 
 
 def _probe(model: PreTrainedModel) -> _Seen:
-    """Computes a few tokens on "meta"; raises ValueError with the reason why the model does not fit."""
+    """Runs the probing pass; raises ValueError with the reason if the model does not fit."""
     base: Any = model.base_model
     given, calls = _Given(), list[tuple[nn.Module, AttentionShape]]()
     if base is model:
@@ -547,7 +549,8 @@ def _look(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function that notes how it is called; raises ValueError."""
+    """Attention function of the probing pass: records each call. Raises ValueError for a call that is not
+    supported."""
     for name, given in others.items():
         if name not in _KNOWN and given is not None and given is not False:
             raise ValueError(f"its attention has an argument {name!r}")
@@ -570,7 +573,8 @@ def _look_at_mask(
     config: PreTrainedConfig,
     **_: Any,
 ) -> torch.Tensor:
-    """A mask function, as transformers' interface has it: marks the mask with the window that it means."""
+    """Mask function of the probing pass, for transformers' interface. It marks the mask with the window that
+    it implies."""
     last = min(config.max_position_embeddings, _MOST_POSITIONS) - 1
     mask: Any = torch.empty((1, 1, q_length, kv_length))
     counts = [_num_seen(mask_function, position, last) for position in (last - 1, last)]
@@ -584,7 +588,8 @@ def _look_at_mask(
 
 
 def _num_seen(mask_function: Callable[..., torch.Tensor], position: int, last: int) -> int:
-    """How many positions a token sees, all before it or its own."""
+    """Returns how many positions a token sees, its own included. Raises ValueError if these are not the ones
+    right before it."""
     with torch.device("cpu"):
         keys, zero = torch.arange(last + 2), torch.tensor(0)
         seen = mask_function(zero, zero, torch.tensor(position), keys).broadcast_to(keys.shape)
@@ -595,7 +600,7 @@ def _num_seen(mask_function: Callable[..., torch.Tensor], position: int, last: i
 
 
 _calls: ContextVar[list[tuple[nn.Module, AttentionShape]]] = ContextVar("calls")
-"""Calls that `_look` has seen."""
+"""Calls that `_look` has recorded."""
 AttentionInterface.register(_STEP, _attend)
 AttentionInterface.register(_PROBE, _look)
 AttentionMaskInterface.register(_PROBE, _look_at_mask)

@@ -1,7 +1,7 @@
-"""pack_layers: brings the layers of a model of transformers into the forms that are computed fastest.
+"""pack_layers: replaces a transformers model's layers by faster equivalents.
 
-Plain linear layers are packed. Norms and gated feed-forward layers are known by their names, and become one
-call where that gives the same numbers for random inputs: nothing is taken for what it is not.
+Plain linear layers are packed. Norms and gated feed-forward layers are found by their names. Each is replaced
+by one call only if that gives the same numbers for random inputs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 _ROUNDING = 16
-"""Largest difference of two ways to compute the same, in units of the type's precision."""
+"""Largest difference between two ways to compute the same value that counts as rounding, in units of the
+type's precision."""
 
 
 class PackedLayer(nn.Module):
-    """A linear layer in the form in which it is read fastest."""
+    """A linear layer with packed weights."""
 
     def __init__(self, packed: PackedLinear) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class PackedLayer(nn.Module):
 
 
 class PackedTable(nn.Module):
-    """The table of an output head, as rows by token id."""
+    """Embedding that looks up rows of a packed output head by token id."""
 
     def __init__(self, packed: PackedLinear) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class PackedTable(nn.Module):
 
 
 class GatedLayer(nn.Module):
-    """A gated feed-forward layer as two products."""
+    """A gated feed-forward layer computed as two packed products."""
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class GatedLayer(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm as one operator."""
+    """RMSNorm computed by one operator."""
 
     nbytes = 0  # its weight is a parameter
 
@@ -74,7 +75,7 @@ class Norm(nn.Module):
 
 @torch.no_grad()
 def pack_layers(base: Any, head: nn.Module) -> int:
-    """Packs the layers of a model without its head, and its head; returns the bytes of what is packed."""
+    """Packs the layers of a headless model, and its head. Returns the bytes of the packed weights."""
     table = base.get_input_embeddings()
     weight = table.weight if type(table) is nn.Embedding else None
     num_bytes = 0
@@ -89,8 +90,8 @@ def pack_layers(base: Any, head: nn.Module) -> int:
 
 
 def _layers(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Each module below a module, with the one right above it and its name there; none below those that were
-    replaced meanwhile."""
+    """Yields (parent, name, module) for each module below `parent`. It does not enter modules that the caller
+    replaced."""
     for name, module in list(parent.named_children()):
         yield parent, name, module
         if getattr(parent, name) is module:
@@ -102,7 +103,8 @@ def _linear(module: nn.Module) -> PackedLayer | None:
 
 
 def _packed(*linears: nn.Linear, activation: str | None = None) -> PackedLinear:
-    """Linear layers of one input as one; for `activation` see `ops.pack_linear`."""
+    """Joins linear layers with a common input into one packed layer. For `activation` see
+    `ops.pack_linear`."""
     weights, biases = [one.weight.data for one in linears], [one.bias for one in linears]
     bias = None if biases[0] is None else torch.cat([one.data for one in biases])
     return ops.pack_linear(
@@ -111,7 +113,7 @@ def _packed(*linears: nn.Linear, activation: str | None = None) -> PackedLinear:
 
 
 def _gated(module: Any) -> GatedLayer | None:
-    """The same as a gated layer, if it is one."""
+    """Returns a GatedLayer that computes the same as `module`; None: it is no gated feed-forward layer."""
     parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     function = getattr(module, "act_fn", None)
     if function is None or any(type(part) is not nn.Linear for part in parts):
@@ -126,7 +128,7 @@ def _gated(module: Any) -> GatedLayer | None:
 
 
 def _norm(module: Any) -> Norm | None:
-    """The same as one operator, if it is an RMSNorm."""
+    """Returns a Norm that computes the same as `module`; None: it is no RMSNorm."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
@@ -138,8 +140,8 @@ def _norm(module: Any) -> Norm | None:
 
 
 def _is_same(module: nn.Module, made: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether two modules have the same results, but for rounding, for rows of a weight's size: small ones,
-    where an epsilon counts, and large ones, which limits would cut."""
+    """Whether two modules give the same results, except for rounding. They get random rows as wide as the
+    weight: small ones, for which an epsilon matters, and large ones, which a limit would cut."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((1, 3, weight.shape[-1]), generator=generator) * torch.tensor([[1e-3], [1.0], [1e2]])
     expected, found = (one(x.to(weight)).float() for one in (module, made))

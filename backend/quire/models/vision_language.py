@@ -1,4 +1,4 @@
-"""The text part of a vision-language checkpoint; its vision part is a Triton model of its own."""
+"""The text part of a vision-language checkpoint. A Triton model of its own computes the vision part."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-"""Prefixes that writers of different times gave the text model's tensors, each with ours."""
+"""Prefixes of the text model's tensors in checkpoints of different versions, each with the prefix used
+here."""
 
 
 class VisionLanguageModel(DecoderModel):
-    """A decoder whose prompt may hold image embeddings in the place of placeholder tokens."""
+    """A decoder whose prompts may have image embeddings in place of placeholder tokens."""
 
     def canonical_name(self, name: str) -> str:
         """See DecoderModel."""
@@ -24,5 +25,5 @@ class VisionLanguageModel(DecoderModel):
         return name
 
     def ignores(self, name: str) -> bool:
-        """See DecoderModel; the vision part too."""
+        """See DecoderModel. Tensors of the vision part are ignored too."""
         return name.removeprefix("model.").startswith(_VISION_PARTS) or super().ignores(name)
