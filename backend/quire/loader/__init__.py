@@ -1,1 +1,1 @@
-"""Reading checkpoints: what a directory or file holds (`info`, torch-free) and its weights (`load`)."""
+"""Reads checkpoints: `info` their configuration and files, without torch, and `load` their weights."""

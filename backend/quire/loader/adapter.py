@@ -1,7 +1,7 @@
-"""read_adapter: a LoRA adapter as PEFT saves it, checked against the model that it is for.
+"""read_adapter: reads a LoRA adapter in PEFT's format, and checks it against the model.
 
-A directory holds `adapter_config.json` and `adapter_model.safetensors` (or `adapter_model.bin`). It may be
-anybody's: nothing else is read, and memory is taken only for what the model's shapes allow.
+A directory holds `adapter_config.json` and `adapter_model.safetensors` (or `adapter_model.bin`). The adapter
+may come from anybody, so no other file is read, and memory is taken only for what the model's shapes allow.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ interpreter's lock held."""
 MAX_PATTERN_LENGTH = 2000
 MAX_PATTERNS = 4096
 PATTERNS_S = 5.0
-"""Longest time that all patterns and lists of an adapter may take: they are not ours."""
+"""Most seconds that all patterns and lists of one adapter may take. They come from the user, who may make
+them slow."""
 _PREFIXES = ("base_model.", "model.", "language_model.")
 _UNSUPPORTED = (
     "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
     "alora_invocation_tokens", "arrow_config", "use_bdlora", "layer_replication",
 )  # fmt: skip
-"""Keys that mean something else than a low-rank term, where they are set."""
+"""Keys that, if set, mean something other than a low-rank term. They are refused."""
 _KNOWN = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform", "bias", "init_lora_weights",
@@ -55,18 +56,18 @@ _KNOWN = frozenset((
     "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
     "ensure_weight_tying",
 ))  # fmt: skip
-"""Keys that are obeyed, and those that change nothing."""
+"""Keys that are obeyed, and keys without effect."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""Beginnings of `init_lora_weights` with which the base model's weights are changed, too."""
+"""Prefixes of `init_lora_weights` values that also change the base model's weights. They are refused."""
 
 
 class ReadAdapter(NamedTuple):
-    """A LoRA adapter that was read, and fits the model."""
+    """A LoRA adapter that was read and fits the model."""
 
     rank: int
-    """The largest of its layers."""
+    """Largest rank of its layers."""
     digest: bytes
-    """Digest of the weights as the model computes with them: their type, targets, ranks and numbers."""
+    """Digest of the adapter's types, targets, ranks and numbers as the model computes with them."""
     weights: AdapterWeights
 
 
@@ -76,14 +77,15 @@ def read_adapter(
     """Reads an adapter.
 
     Args:
-        targets: what adapters of the model may change.
-        dtype: the model's, of what is read.
-        max_rank: the largest rank that there is room for.
-        root: directory in which all must lie, also through links; None: anywhere.
+        directory: the adapter's directory.
+        targets: layers of the model that adapters may change.
+        dtype: the model's dtype, to which the weights are converted.
+        max_rank: largest rank that there is memory for.
+        root: directory in which all files must lie, with links resolved; None: anywhere.
 
     Raises:
-        CheckpointError: it is missing, broken, unsupported, or of another model; one line that names the
-            file.
+        CheckpointError: the adapter is missing, broken, unsupported, or made for another model. The message
+            is one line that names the file.
     """
     config_file = _regular(directory / CONFIG, root)
     if config_file is None:
@@ -122,7 +124,8 @@ def read_adapter(
 
 
 def _regular(path: Path, root: Path | None) -> Path | None:
-    """The path, if there is a file; refuses what is none, and what lies outside of `root`."""
+    """Returns the path if a file is there; None: nothing is. Raises CheckpointError if it is no regular file,
+    or lies outside `root`."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -149,7 +152,8 @@ def _tensors(directory: Path, root: Path | None) -> Iterator[NamedTensor]:
 
 
 def _check_beginning(file: Path) -> None:
-    """Refuses what would be read, and hold up others, before it is known how much there may be."""
+    """Refuses a file by its first bytes: a pickle that is no zip archive, or a header so large that parsing
+    it would hold up other threads."""
     try:
         with file.open("rb") as stream:
             begin = stream.read(8)
@@ -165,7 +169,7 @@ def _check_beginning(file: Path) -> None:
 
 
 class _Config:
-    """An adapter_config.json."""
+    """The content of an adapter_config.json."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -199,10 +203,10 @@ class _Config:
         self._layers = self._numbers("layers_to_transform")
 
     def place_of(self, stored: NamedTensor) -> tuple[str, str]:
-        """(name among the model's targets, "A" or "B") of a tensor.
+        """Returns (name of the model's target, "A" or "B") for a stored tensor.
 
         Raises:
-            CheckpointError: it is no matrix of an adapter, or not of what the configuration says is adapted.
+            CheckpointError: it is no matrix of an adapter, or the configuration does not adapt its layer.
         """
         module, _, end = stored.name.rpartition(".lora_")
         side, _, rest = end.partition(".")
@@ -222,7 +226,8 @@ class _Config:
     def scale_of(
         self, sides: Mapping[str, NamedTensor], target: AdapterTarget, max_rank: int
     ) -> tuple[int, float]:
-        """(rank, scaling) of a product, whose matrices have the shapes that they must have."""
+        """Returns (rank, scaling) of one layer's adapter; raises CheckpointError if a matrix has the wrong
+        shape or type."""
         for side in "AB":
             if side not in sides:
                 raise CheckpointError(f"{self.file.parent}: {target.name} lacks its lora_{side}")
@@ -244,8 +249,8 @@ class _Config:
         return rank, alpha / (math.sqrt(rank) if self._is_rank_stabilised else rank)
 
     def _is_target(self, module: str) -> bool:
-        """Whether the configuration says that a module is adapted, by the rules of PEFT's
-        `check_target_module_exists`: a list names ends of modules' names, a text is a pattern."""
+        """Whether the configuration adapts a module, by the rules of PEFT's `check_target_module_exists`: a
+        list holds suffixes of module names, a text is a pattern."""
         if self._matches(self._values.get("exclude_modules"), module):
             return False
         wanted = self._values.get("target_modules")
@@ -269,7 +274,8 @@ class _Config:
             return any(module == one or module.endswith(f".{one}") for one in wanted)
 
     def _pattern_value(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-        """The first pattern's that an end of the module's name matches, as PEFT takes it."""
+        """Returns the value of the first pattern that matches a suffix of the module's name, as in PEFT;
+        without a match, the default."""
         for pattern, value in patterns.items():
             if module.endswith(f".{pattern}") or self._match(rf"(?:.*\.)?(?:{pattern})", module):
                 return value
@@ -277,7 +283,8 @@ class _Config:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Counts what patterns and lists take; what reading takes beside them does not."""
+        """Runs a block whose time counts against the PATTERNS_S seconds that an adapter's patterns and lists
+        may take. Raises CheckpointError if none are left. Other work on the adapter is not counted."""
         if self._seconds_left <= 0:
             raise self._error("its patterns and lists of modules take too long")
         began = time.monotonic()

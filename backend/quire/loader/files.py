@@ -1,7 +1,7 @@
-"""Weight files: which files hold a checkpoint's weights, and reading their tensors ahead and in parallel.
+"""Weight files: finds the files with a checkpoint's weights, and reads their tensors ahead and in parallel.
 
-Tensors are read into the memory that they are for, else a few at a time, so that loading needs the model's
-memory once. Pickles are read only when the configuration allows them.
+Tensors are read into their final memory if possible, otherwise a few at a time, so loading needs memory for
+the model only once. Pickles are read only if the configuration allows them.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from quire_common.weight_files import (
 )
 
 _THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
-"""That wait for disks, and copy: more of them take the cores from what packs meanwhile."""
+"""Threads that read. They wait for disks and copy; more of them would take CPU time from packing."""
 _PART = 2**21
-"""Bytes that one of them reads at a time."""
+"""Bytes that a thread reads at a time."""
 _AHEAD = 2**27
-"""Bytes that are read, or being read, while what was read before them is packed."""
+"""Most bytes that are read, or being read, ahead of the tensor that is being packed."""
 
 
 class WeightFiles(NamedTuple):
     """The files that hold a checkpoint's weights."""
 
     source: Path
-    """File that complaints name: the index, or the only file."""
+    """File that error messages name: the index, or the only file."""
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[NamedTensor]]
     scheme: LinearScheme | None = None
-    """Scheme of a GGUF file's weights that stay in blocks; None: the configuration or config.json decides."""
+    """Scheme for a GGUF file's weights that stay in blocks; None: the configuration or config.json
+    decides."""
 
     @property
     def num_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """All tensors, file by file; raises CheckpointError for a file that is missing or broken."""
+        """Yields all tensors, file by file; raises CheckpointError if a file is missing or broken."""
         for file in self.files:
             try:
                 yield from self.read(file)
@@ -64,14 +65,15 @@ class WeightFiles(NamedTuple):
 
 
 def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFiles:
-    """Chooses the weight files by `load_format`; `auto`: safetensors or GGUF.
+    """Chooses the weight files by `load_format`; `auto` takes safetensors or GGUF.
 
     Args:
-        config: `model`, load_format and quantization.
-        gguf: the GGUF file, if it was opened.
+        config: the fields `model`, `load_format` and `quantization` are used.
+        gguf: the GGUF file, if it is already open; None: it is not.
 
     Raises:
-        CheckpointError: there are none of that format, or only pickles, which were not asked for.
+        CheckpointError: there are no files of that format, or only pickles, which the configuration does not
+            allow.
     """
     path = Path(config.model)
     if config.load_format in ("auto", "gguf"):
@@ -107,18 +109,19 @@ def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFil
 
 
 class Wanted(NamedTuple):
-    """A tensor to read, and what it is for."""
+    """A tensor to read, and the memory that it is read for."""
 
     tensor: NamedTensor
     name: str
-    """In the model."""
+    """Name of the weight in the model."""
     memory: torch.Tensor
     is_kept: bool
-    """Whether the memory is to hold the bytes of the file, as they are."""
+    """Whether the file's bytes, unchanged, are read into `memory`."""
 
 
 def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]]:
-    """Each tensor and its content, in their order: the tensor's own memory, if it is kept, else some other.
+    """Yields each tensor with its content, in order. The content is in `Wanted.memory` if `is_kept`,
+    otherwise in other memory.
 
     Raises:
         OSError: a file cannot be read, or has become shorter.

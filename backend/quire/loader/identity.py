@@ -1,5 +1,5 @@
-"""Identities: the code, libraries and processor that, beside the numbers in files, decide what this process
-computes; and the state of a checkpoint's files, which tells them from others in their place."""
+"""Identities: of the code, libraries and processor, which, besides the weights, decide what this process
+computes; and of a checkpoint's files, which detects that they were replaced."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _CODE = (
 )
 """Packages that decide what is computed."""
 _LIBRARIES = ("gguf", "safetensors", "torch", "transformers")
-"""That decide what is read of files."""
+"""Libraries that decide how files are read."""
 _GPU_LIBRARIES = ("triton", "flashinfer-python")
 
 
 def code_identity(device: torch.device) -> dict[str, Any]:
-    """All that computes, as JSON can hold it."""
+    """Returns an identity of all code that computes, as JSON values."""
     return {
         "code": _code_digest(),
         "libraries": [f"{name} {_version(name)}" for name in _LIBRARIES],
@@ -38,25 +38,26 @@ def code_identity(device: torch.device) -> dict[str, Any]:
 
 
 def model_identity(model: object) -> list[str]:
-    """A model's class, and a digest of the file that it is in, which may be anybody's."""
+    """Returns the model class's name, and a digest of its source file, which may lie outside this package."""
     kind = type(model)
     source = Path(inspect.getfile(kind)).read_bytes()
     return [kind.__qualname__, hashlib.blake2b(source, digest_size=16).hexdigest()]
 
 
 class FileIdentity(NamedTuple):
-    """A checkpoint's files at some time: while it is equal, they are the same files with the same content."""
+    """State of a checkpoint's files at one time. If two states are equal, the files and their contents are
+    the same."""
 
     files: list[tuple[str, str, int, int, int, int]]
-    """Name, path with all links resolved, bytes, times of change of content and of the file (ns), and inode
-    of each file."""
+    """(name, path without links, bytes, modification time in ns, status change time in ns, inode) of each
+    file."""
     places: list[tuple[str, int, int]]
-    """Inode and time of change (ns) of the folders that hold them and of all links on the way: what was put
-    in their place and taken away again leaves its trace there."""
+    """(path, inode, status change time in ns) of the files' folders and of all symbolic links on the way.
+    They change even if a file is replaced and then put back."""
 
     @classmethod
     def from_path(cls, path: str) -> FileIdentity:
-        """Identity of the files of a directory or GGUF file; empty where there are none."""
+        """Returns the state of the files of a directory or GGUF file; empty if there are none."""
         files, places = [], dict[Path, tuple[int, int]]()
         for file in checkpoint_files(path):
             try:
@@ -103,7 +104,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Digest of all files of the packages that compute."""
+    """Returns a digest of all files of the packages that compute."""
     digest = hashlib.blake2b(digest_size=16)
     for package in _CODE:
         spec = util.find_spec(package)

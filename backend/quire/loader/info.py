@@ -1,5 +1,5 @@
-"""Checkpoint facts that need no weights: configuration, end tokens and files, for frontends and builders. No
-torch in here."""
+"""Reads what a checkpoint says besides its weights: configuration, end tokens and files, for frontends and
+builders. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire_common.gguf_file import GGUFError, find_gguf, part_names
 
 
 def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
-    """config.json and generation_config.json, the latter empty where there is none.
+    """Returns config.json, and generation_config.json or an empty dict.
 
     Args:
         path: a directory, or a GGUF file, whose metadata appears under the keys of config.json.
 
     Raises:
-        CheckpointError: missing or broken; one line that names the file.
+        CheckpointError: a file is missing or broken. The message is one line that names the file.
     """
     path = Path(path)
     if not path.exists():
@@ -42,16 +42,17 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
 
 
 def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
-    """Ids of the tokens that end sequences of a checkpoint: those of its generation_config.json, else those
-    of its config.json, and in either case EOS of its tokenizer. Where none of them names any, the default of
-    transformers' class counts. Ids outside the vocabulary are left out.
+    """Returns the ids of the tokens that end a checkpoint's sequences.
+
+    They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added. If no
+    file names any, the default of transformers' class counts. Ids outside the vocabulary are left out.
 
     Args:
-        hf: of `read_configs`.
-        generation: of the same.
+        hf: config.json from `read_configs`.
+        generation: generation_config.json from `read_configs`.
 
     Raises:
-        CheckpointError: the tokenizer's files are broken, or a file names what are no ids.
+        CheckpointError: the tokenizer's files are broken, or a file lists something that is no id.
     """
     stated = _token_ids(hf.path.parent / "generation_config.json", generation.get("eos_token_id"))
     ends = stated or _token_ids(hf.path, hf.get("eos_token_id"))
@@ -64,7 +65,8 @@ def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
 
 
 def _token_ids(file: Path, value: Any, key: str = "eos_token_id") -> frozenset[int]:
-    """Ids that a file states: one, a list of them, or None. Raises CheckpointError naming file and key."""
+    """Returns the ids that a file states as one id, a list, or None. Raises CheckpointError, which names the
+    file and the key."""
     if value is None:
         return frozenset()
     ids = value if isinstance(value, list) else [value]
@@ -75,7 +77,7 @@ def _token_ids(file: Path, value: Any, key: str = "eos_token_id") -> frozenset[i
 
 
 def _tokenizer_eos(directory: Path) -> frozenset[int]:
-    """The id of a tokenizer's `eos_token`; empty: there is none, or it is no added token."""
+    """Returns the id of the tokenizer's `eos_token`; empty: there is none, or it is not an added token."""
     files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     configs = [read_json(file) for file in files if file.exists()]
     named = [config["eos_token"] for config in configs if config.get("eos_token")]
@@ -107,14 +109,14 @@ _CHECKPOINT_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt
 
 
 def checkpoint_state(*paths: str) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change (ns) of the files of checkpoints (directories or GGUF files): another
-    state is another checkpoint in the same place. Empty where there is nothing."""
+    """Returns (path, bytes, modification time in ns) of each file of some checkpoints (directories or GGUF
+    files). If it differs, the checkpoints have changed. Empty: there are no files."""
     found = [(file, file.stat()) for file in checkpoint_files(*paths)]
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
 
 
 def checkpoint_files(*paths: str) -> list[Path]:
-    """The files of checkpoints (directories or GGUF files), in order, each once."""
+    """Returns the files of some checkpoints (directories or GGUF files), sorted, each once."""
     found = set()
     for path in map(Path, filter(None, paths)):
         for file in path.iterdir() if path.is_dir() else map(path.with_name, part_names(path.name)):
@@ -124,8 +126,8 @@ def checkpoint_files(*paths: str) -> list[Path]:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file of a checkpoint, found as by `find_gguf`; None: there is none. Raises CheckpointError
-    where a directory holds several."""
+    """Returns the GGUF file of a checkpoint, found by `find_gguf`; None: there is none. Raises
+    CheckpointError if a directory holds several."""
     try:
         return find_gguf(path)
     except GGUFError as error:

@@ -1,4 +1,4 @@
-"""load_model: from a checkpoint to a model with its weights on the device."""
+"""load_model: makes a model from a checkpoint, with its weights on the device."""
 
 from __future__ import annotations
 
@@ -38,44 +38,49 @@ logger = logging.getLogger("quire")
 
 _MAX_LISTED = 16
 _GIVE_BACK = 2**25
-"""Bytes of packed weights after which memory is given back: of thousands of experts not after each, as that
-takes milliseconds."""
+"""Bytes of weights that are packed between two calls of `trim_heap`. A call takes milliseconds, too long for
+each of thousands of experts."""
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
 """Most weights that a byte of a weight file may stand for, however it is quantised. A model with more weights
 than that is refused before memory is taken for it."""
 _WEIGHTS_PER_EXPERT = 2**14
-"""Weights that an expert counts for beside its own, when weights are compared with the files' bytes: Python's
-objects for an expert take some 10 KB."""
+"""Weights that each expert adds to its own when a model's size is compared with its files: Python's objects
+for an expert take some 10 KB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run."""
+    """A model with its weights, ready to run."""
 
     model: Model
     config: DecoderConfig
     eos_token_ids: frozenset[int]
-    """Ids of the tokens that end a sequence (`end_token_ids`)."""
+    """Ids of the tokens that end a sequence; see `end_token_ids`."""
     weight_bytes: int
     weights_digest: str = ""
-    """`digest_weights`, if it was asked for."""
+    """`digest_weights` of the model; empty: it was not asked for."""
     cache_writer: BackgroundWriter | None = None
-    """Writer of the packed weights for the next start; None: they are not kept."""
+    """Thread that writes the packed weights for the next start; None: they are not cached."""
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
-    """Whether packed weights, about as many bytes as the files, are read sooner at the next start than these
-    are read and packed again. `read_s` is what reading took beside packing."""
+    """Whether the next start is faster if the packed weights are cached. They have about the files' size, so
+    reading them takes about as long as reading the files.
+
+    Args:
+        read_s: seconds that loading took besides packing.
+        pack_s: seconds that packing took.
+    """
     return pack_s > max(read_s, 1.0)
 
 
 class EmptyModel(NamedTuple):
-    """A model whose weights are still to be read."""
+    """A model whose weights have not been read."""
 
     model: Model
     files: WeightFiles | None
-    """Where they are; None: they are made up."""
+    """Files with its weights; None: weights are random."""
     eos_token_ids: frozenset[int]
     """See `LoadedModel`."""
 
@@ -88,20 +93,20 @@ def load_model(
     with_digest: bool = False,
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
-    """Builds the model a checkpoint names and fills it.
+    """Makes the model that a checkpoint describes, and loads its weights.
 
     Args:
-        config: `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization and
-            attention_backend; packed_weights_size.
-        device: of the weights.
-        check: called before the weights are read; raises what the model's shape does not allow.
-        with_digest: whether the weights are to be told from others.
-        ranks: who compute it; this one takes its part.
+        config: the fields `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization,
+            attention_backend and packed_weights_size are used.
+        device: device of the weights.
+        check: called before the weights are read; raises an error if the model's shape is not allowed.
+        with_digest: whether `LoadedModel.weights_digest` is computed.
+        ranks: the tensor-parallel ranks; only this rank's part is loaded.
 
     Raises:
-        CheckpointError: missing, broken, unsupported, or not the same all the time; one line that names the
-            file.
-        ConfigError: the checkpoint's shapes do not allow the quantisation, or so many ranks.
+        CheckpointError: the checkpoint is missing, broken or unsupported, or changed while it was read. The
+            message is one line that names the file.
+        ConfigError: the checkpoint's shapes do not allow the quantisation, or this number of ranks.
     """
     state = checkpoint_state(config.model)
     cache = PackedCache.from_config(config, device)
@@ -149,9 +154,10 @@ def empty_model(
     check: Callable[[DecoderConfig], None] | None = None,
     ranks: Ranks = ALONE,
 ) -> EmptyModel:
-    """The model a checkpoint names, before its weights are read; arguments and errors as of `load_model`.
+    """Makes the model that a checkpoint describes, without its weights. Arguments and errors are those of
+    `load_model`.
 
-    On torch's "meta" device it takes no memory, and says what the weights will take.
+    On torch's "meta" device the model takes no memory, and its size can be computed.
     """
     hf, generation = read_configs(config.model)
     if hf.unused:
@@ -198,7 +204,7 @@ def empty_model(
 
 @contextmanager
 def checkpoint_errors(hf: HFConfig) -> Iterator[None]:
-    """Turns errors that impossible values of a configuration cause into CheckpointError, which names its
+    """Re-raises errors that impossible values in a configuration cause as CheckpointError, which names the
     file."""
     try:
         yield
@@ -207,9 +213,10 @@ def checkpoint_errors(hf: HFConfig) -> Iterator[None]:
 
 
 def digest_weights(model: Model) -> str:
-    """Stands for every bit of the weights as they were loaded; 20 GB take about a second on a CPU.
+    """Returns a digest of every bit of the loaded weights. 20 GB take about a second on a CPU.
 
-    XXH3 notices any accident; who may choose the weights needs no collision to change what is generated.
+    XXH3 detects accidental changes. It need not resist attacks: whoever chooses the weights can change the
+    output anyway.
     """
     return _joined([_digest(name, weight) for name, weight, _ in model.weights()])
 
@@ -225,7 +232,7 @@ def _joined(digests: Iterable[bytes]) -> str:
 
 
 def pack(model: Model) -> int:
-    """Packs a model whose weights are all there; returns the bytes of all weights as they are kept."""
+    """Packs a model whose weights are all loaded. Returns the bytes of all packed weights."""
     packer = Packer()
     for _, module in model.packed_modules():
         packer.pack(module)
@@ -233,12 +240,12 @@ def pack(model: Model) -> int:
 
 
 class Packer:
-    """Packs modules, and gives back the memory that their weights were loaded into: else all weights would be
-    in memory twice in the end."""
+    """Packs modules, and returns freed memory to the system. Without that, memory would hold all weights
+    twice at the end."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        """Bytes of the modules packed since memory was last given back."""
+        """Bytes of the modules packed since the last `trim_heap`."""
 
     def pack(self, module: Linear | Embedding) -> None:
         """Packs one of a model's `packed_modules`."""
@@ -250,7 +257,7 @@ class Packer:
 
 
 class _Packing:
-    """Packs each layer as soon as the last of its tensors is there, while others are read."""
+    """Packs each layer when its last tensor is filled, while other tensors are read."""
 
     def __init__(self, model: Model, with_digest: bool) -> None:
         self._packer, self._with_digest = Packer(), with_digest
@@ -260,10 +267,11 @@ class _Packing:
             names = {weight.name for weight in module.weights()}
             self._layers |= dict.fromkeys(names, (module, names))
         self.seconds = 0.0
-        """Seconds that packing has taken."""
+        """Seconds spent packing."""
 
     def on_filled(self, name: str, memory: torch.Tensor) -> None:
-        """A tensor is there; its memory may be gone afterwards."""
+        """Notes that a weight is filled, and packs its layer if it was the last. The memory may be freed
+        then."""
         if self._with_digest:
             self._digests[name] = _digest(name, memory)
         if name in self._layers:
@@ -275,12 +283,14 @@ class _Packing:
                 self.seconds += time.monotonic() - begin
 
     def weights_digest(self) -> str:
-        """`digest_weights`, once all tensors were there; empty without it."""
+        """Returns `digest_weights` of the loaded tensors; empty: it was not asked for. All tensors must have
+        been loaded."""
         return _joined(self._digests.values()) if self._with_digest else ""
 
 
 def fill_randomly(model: Model) -> None:
-    """Seeded numbers of trained weights' sizes: norms are 1, matrices keep the size of their input."""
+    """Fills weights with seeded random numbers of realistic size: norms are 1, and matrices keep the size of
+    their input."""
     weights = [weight for _, weight, _ in model.weights()]
     generator = torch.Generator(weights[0].device).manual_seed(0)
     with torch.no_grad():
@@ -297,17 +307,17 @@ def fill_weights(
     source: Path,
     on_filled: Callable[[str, torch.Tensor], None] = lambda name, memory: None,
 ) -> None:
-    """Reads tensors into the model, converting type and device on the way.
+    """Reads tensors into the model, and converts their type and device.
 
     Args:
-        model: its `weights()` say what is needed.
-        tensors: of the checkpoint, in any order.
-        source: file named in complaints about missing tensors.
-        on_filled: called with the name and memory of each of `weights()` that is filled, which is held no
-            longer.
+        model: model whose `weights()` are filled.
+        tensors: tensors of the checkpoint, in any order.
+        source: file that errors about missing tensors name.
+        on_filled: called with the name and memory of each filled weight; this function holds no other
+            reference to that memory.
 
     Raises:
-        CheckpointError: a shape differs, tensors are missing, or there are some the model has no place for.
+        CheckpointError: a shape differs, tensors are missing, or the model has no place for a tensor.
     """
     with torch.no_grad():
         for name, memory in _filled(model, tensors, source):
@@ -376,7 +386,7 @@ def _filled(model: Model, tensors: Iterable[NamedTensor], source: Path) -> Itera
 
 
 def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> None:
-    """Refuses an output head that is stored beside the table that is to be one, and differs from it."""
+    """Raises CheckpointError if a stored output head differs from the embedding that it is tied to."""
     if head.tensor.shape != table.tensor.shape or not torch.equal(
         head.read().to(dtype), table.read().to(dtype)
     ):
@@ -386,7 +396,7 @@ def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> Non
 
 
 def _whole_shape(weight: Weight) -> list[int]:
-    """Shape of the whole tensor, of which a rank may have only a part."""
+    """Returns the shape of the whole tensor, of which a rank may have a part only."""
     shape = list(weight.memory.shape)
     if weight.part is not None:
         shape[weight.part.dim] = weight.part.whole
@@ -394,7 +404,8 @@ def _whole_shape(weight: Weight) -> list[int]:
 
 
 def _part_of(stored: NamedTensor, weight: Weight) -> NamedTensor:
-    """A rank's part of a tensor. Of one that is divided along its first dimension no more is read."""
+    """Returns this rank's part of a stored tensor. If it is divided along its first dimension, only that part
+    is read."""
     if weight.part is None:
         return stored
     (dim, begin, _), shape, change = weight.part, _whole_shape(weight), stored.change
@@ -414,18 +425,17 @@ def _part_of(stored: NamedTensor, weight: Weight) -> NamedTensor:
 
 
 def _sizes(shape: Iterable[int]) -> list[int]:
-    """Sizes of the dimensions, without those of one: of these, checkpoints may have more or fewer in tensors
-    of scales."""
+    """Returns the shape without dimensions of size 1; checkpoints store scales with or without them."""
     return [size for size in shape if size > 1]
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether it holds floating-point numbers, and not codes of them."""
+    """Whether the tensor holds floating-point numbers rather than codes."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def _is_absent_bias(name: str, stored: NamedTensor) -> bool:
-    """Some quantisers write zeros as the bias of layers that have none."""
+    """Whether the tensor is the zero bias that some quantisers write for layers without a bias."""
     is_bias = name.endswith(".bias") and stored.tensor.numel() <= MAX_SIZE
     return is_bias and not stored.read().any()
 

@@ -1,10 +1,10 @@
-"""PackedCache: weights as CPU kernels compute with them, kept on disk for the next start.
+"""PackedCache: keeps weights that are packed for the CPU kernels on disk, for the next start.
 
-One file per model, named by a digest of the checkpoint's files, what was asked for, and all code that
-computes: what lies there under that name is what packing would make. A file is written under another name
-and renamed; its index and every tensor have a checksum, so whatever became of it is told from what was
-written. It is read into memory, not mapped, since all of it is checked, and a mapped file that somebody cuts
-short is a SIGBUS. (Products were as fast from a mapped file: 17.9 and 17.3 GB/s, 2026-11-26.)
+There is one file per model. Its name is a digest of the checkpoint's files, the options, and all code that
+computes, so a file of that name holds what packing would give. A file is written under a temporary name and
+then renamed. Its index and every tensor have a checksum, so damage is detected. The file is read into memory
+and not mapped: all of it is checked anyway, and access to a mapped file that was truncated raises SIGBUS.
+(Products were as fast from a mapped file: 17.9 and 17.3 GB/s, 2026-11-26.)
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ _MAGIC = b"QUIREPW2"
 _ALIGNMENT = 4096
 """Alignment in bytes of the tensors, which lie after the index."""
 _THREADS = 8
-"""That read."""
+"""Number of threads that read."""
 _PART = 2**21
-"""Bytes that are read, written and digested at a time: they are still in a cache of the processor then."""
+"""Bytes that are read, written and digested at a time. They are still in the processor's cache for the next
+of these."""
 _SETTLED_NS = 10**9
-"""Least age in ns of the newest change when files are looked at. Files that changed later may have changed
-again without another time stamp."""
+"""Least age in ns of a file's last change when it is looked at. A younger file may change again within the
+same time stamp."""
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor lies in an entry."""
+    """Position and type of a tensor in an entry."""
 
     offset: int
-    """From the first tensor."""
+    """Bytes from the start of the first tensor."""
     num_bytes: int
     dtype: str
     shape: list[int]
@@ -74,12 +75,12 @@ class _Tensor(NamedTuple):
 class _Index(msgspec.Struct):
     key: str
     tree: Any
-    """The entry's tree, in which {"tensor": place in `tensors`} stands for each tensor."""
+    """The entry's tree, in which {"tensor": index into `tensors`} replaces each tensor."""
     tensors: list[_Tensor]
 
 
 class BackgroundWriter:
-    """Writes a cache entry in a thread of its own."""
+    """Writes a cache entry in its own thread."""
 
     def __init__(self, cache: PackedCache, key: str, tree: Any) -> None:
         self._stopped = threading.Event()
@@ -91,22 +92,22 @@ class BackgroundWriter:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Gives up what is not written yet; the weights are held no longer afterwards."""
+        """Stops writing. Afterwards this object no longer holds the weights."""
         self._stopped.set()
         self.wait()
         atexit.unregister(self.stop)
 
     def wait(self) -> None:
-        """Returns when it has ended."""
+        """Waits until the thread has ended."""
         self._thread.join()
 
 
 class PackedCache:
-    """A directory of entries.
+    """A directory with one file per model.
 
     Args:
-        directory: of this user alone, made when something is kept.
-        limit: most bytes in it; the entries that were used last stay.
+        directory: accessible to this user alone; made when the first entry is written.
+        limit: most bytes in it; the least recently used entries are removed.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
@@ -114,19 +115,20 @@ class PackedCache:
 
     @classmethod
     def from_config(cls, config: ModelConfig, device: torch.device) -> PackedCache | None:
-        """The cache for a model; None: it is not to have one, or no directory lasts."""
+        """Makes the cache that a configuration asks for; None: it asks for none, or no lasting directory can
+        be had."""
         if not config.packed_weights_size or config.load_format == "dummy" or device.type != "cpu":
             return None
         directory = lasting_directory("packed")
         return None if directory is None else cls(directory, config.packed_weights_size)
 
     def path(self, key: str) -> Path:
-        """File of an entry."""
+        """Returns the path of an entry's file."""
         return self.directory / f"{key}.weights"
 
     def read(self, key: str) -> Any:
-        """The tree of an entry, checked in every byte; None: there is none, or a damaged one, which is
-        removed."""
+        """Returns the tree of an entry after checking every byte; None: there is none, or it was damaged and
+        is now removed."""
         path = self.path(key)
         if not path.is_file():  # who opens a pipe waits for ever
             return None
@@ -145,7 +147,7 @@ class PackedCache:
             return None
 
     def write(self, key: str, tree: Any, stopped: threading.Event) -> None:
-        """Makes an entry, unless it is too large or there is no room, which is logged."""
+        """Writes an entry. If it is too large or there is no room, this logs so and writes nothing."""
         head, tensors, size = _encode(key, tree)
         try:
             if size > self.limit:
@@ -182,7 +184,7 @@ class PackedCache:
                 path.unlink()
 
     def _make_room(self, size: int, place: Path) -> None:
-        """Removes the entries that were not used for longest; who reads one still has it."""
+        """Removes the least recently used entries. A process that has one open can still read it."""
         found = []
         for path in self.directory.glob("*.weights"):
             with contextlib.suppress(OSError):
@@ -198,15 +200,14 @@ class PackedCache:
 
 
 class PackedEntry:
-    """The entry that a cache has, or is to have, for one model. It must be made before anything of the
-    checkpoint is read."""
+    """The cache entry for one model. It must be made before anything of the checkpoint is read."""
 
     def __init__(self, cache: PackedCache, config: ModelConfig) -> None:
         self._cache, self._config = cache, config
         self._seen_ns, self._before = time.time_ns(), FileIdentity.from_path(config.model)
 
     def key(self, model: Model) -> str:
-        """Stands for all that decides what the weights of an empty model become."""
+        """Returns a digest of everything that decides the packed weights of a model."""
         identity = {
             "files": self._before.files,
             "model": model_identity(model),
@@ -219,11 +220,11 @@ class PackedEntry:
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def fill(self, model: Model, with_digest: bool) -> str | None:
-        """Gives an empty model the weights that are kept.
+        """Fills an empty model with the cached weights.
 
         Returns:
-            `digest_weights` of what they were made of, or nothing where that was not asked for when they were
-            kept; None: nothing is kept, or not the digest asked for, and the model is still empty.
+            `digest_weights` of the weights that were packed; empty: it was not computed when they were
+            cached. None: nothing suitable is cached, and the model is still empty.
         """
         tree = self._cache.read(self.key(model))
         if tree is None or FileIdentity.from_path(self._config.model) != self._before:
@@ -243,8 +244,8 @@ class PackedEntry:
         return digest
 
     def keep(self, model: Model, weights_digest: str) -> BackgroundWriter | None:
-        """Begins to write a packed model. None: it has weights without a form to keep, or the files it was
-        read from may not have been the same all the time."""
+        """Begins to write a packed model to the cache. None: some weights cannot be cached, or the
+        checkpoint's files may have changed while they were read."""
         newest = max((max(file[3:5]) for file in self._before.files), default=0)
         is_settled = newest < self._seen_ns - _SETTLED_NS
         if not is_settled or FileIdentity.from_path(self._config.model) != self._before:
@@ -261,8 +262,8 @@ class PackedEntry:
 
 
 def _state(packed: PackedLinear) -> dict[str, Any] | None:
-    """State from which `_restored` makes the packed weights again; None: they are another implementation's,
-    which cannot be kept."""
+    """Returns the state from which `_restored` rebuilds packed weights; None: their implementation does not
+    support that."""
     if isinstance(packed, NativeLinear):
         return {"native": packed.state()}
     if isinstance(packed, ReorderedLinear):
@@ -285,7 +286,7 @@ def _restored(state: dict[str, Any]) -> PackedLinear:
 
 
 def _encode(key: str, tree: Any) -> tuple[bytes, list[tuple[int, torch.Tensor]], int]:
-    """All that stands before the tensors; these and their offsets in the file; the bytes of it all."""
+    """Returns (bytes before the tensors, [(offset in the file, tensor)], size of the file in bytes)."""
     tensors: list[torch.Tensor] = []
     places: list[_Tensor] = []
     end = 0
@@ -310,24 +311,24 @@ def _encode(key: str, tree: Any) -> tuple[bytes, list[tuple[int, torch.Tensor]],
 
 
 def _parts(num_bytes: int) -> range:
-    """Where the parts of a tensor begin."""
+    """Returns the offsets at which the parts of a tensor begin."""
     return range(0, num_bytes, _PART)
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Digest of a tensor, hexadecimal: XXH3 of the XXH3 digests of its parts."""
+    """Returns a tensor's digest in hexadecimal: XXH3 over the XXH3 digests of its parts."""
     return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
 def _first(index_size: int) -> int:
-    """Where the first tensor begins."""
+    """Returns the offset of the first tensor in the file."""
     return -(-(_HEAD.size + index_size) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _write(
     file: BinaryIO, head: bytes, tensors: list[tuple[int, torch.Tensor]], stopped: threading.Event
 ) -> bool:
-    """Whether all was written before it was stopped."""
+    """Writes the file. Returns False if `stopped` was set before the end."""
     for offset, memory in ((0, memoryview(head)), *((at, bytes_of(one)) for at, one in tensors)):
         file.seek(offset)
         while memory:
@@ -338,11 +339,11 @@ def _write(
 
 
 def _read(file: BinaryIO, key: str) -> Any:
-    """The tree of an entry.
+    """Reads the tree of an entry.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not what was written.
+        OSError: the file cannot be read.
+        ValueError: the content is damaged.
     """
     size = os.fstat(file.fileno()).st_size
     head = file.read(_HEAD.size)
@@ -383,7 +384,7 @@ def _read(file: BinaryIO, key: str) -> Any:
 
 
 def _read_part(fd: int, offset: int, memory: memoryview) -> bytes:
-    """Fills memory; returns its digest."""
+    """Fills `memory` from the file and returns its digest."""
     done = 0
     while done < len(memory):
         count = os.preadv(fd, [memory[done:]], offset + done)

@@ -1,4 +1,5 @@
-"""The head of a GGUF file in Hugging Face's terms, so that one path reads both. No torch in here."""
+"""Translates a GGUF file's metadata to the keys of Hugging Face's config.json. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -20,25 +21,28 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
-"""`general.architecture` to HF's name; Mistral's files say llama, as do Mixtral's, which have experts."""
+"""Hugging Face's architecture by `general.architecture`. Files of Mistral say llama, and so do those of
+Mixtral, which have experts."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor with divisors of the rotary frequencies: llama3 scaling, worked out by the converter."""
+"""Tensor with divisors of the rotary frequencies: llama3 scaling as the converter computed it."""
 _UNSUPPORTED_SCALING = {
     "attn_factor": 1,
     "yarn_attn_factor": 1,
     "yarn_ext_factor": 1,
     "yarn_log_multiplier": 0,
 }
-"""Ends of keys of rotary scaling, and the values with which they change nothing."""
+"""Keys of rotary scaling that are not supported, without their prefix, and the value of each that has no
+effect."""
 _ENDS = frozenset((
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|eot_id|>", "<|eom_id|>",
     "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
     "<|return|>", "<|call|>",
 ))  # fmt: skip
-"""Names of tokens that end a generation, whatever a file says: llama.cpp knows them by these."""
+"""Names of tokens that end a generation even if the file does not say so. llama.cpp recognises them by these
+names."""
 
 _WITHOUT_EFFECT = ("vocab_size", "attention.value_length")
-"""Keys of an architecture that tensors say, too: their shapes are checked."""
+"""Keys of an architecture that are not read, because the tensors' shapes say the same and are checked."""
 
 _TYPE_TO_DTYPE = {
     GGMLQuantizationType.F32: "float32",
@@ -63,7 +67,7 @@ def open_gguf(file: Path) -> GGUFFile:
 
 
 def read_gguf_config(file: Path) -> HFConfig:
-    """config.json's keys from GGUF metadata; raises CheckpointError."""
+    """Returns config.json's keys, read from GGUF metadata; raises CheckpointError."""
     opened = open_gguf(file)
     tensors, stated = opened.tensors, _Stated(opened)
     arch = stated("general.architecture")
@@ -105,7 +109,7 @@ def read_gguf_config(file: Path) -> HFConfig:
 
 
 class _Stated:
-    """A file's metadata, which remembers what it was asked for."""
+    """A file's metadata, which records the keys that were read."""
 
     def __init__(self, opened: GGUFFile) -> None:
         self._metadata = opened.metadata
@@ -116,7 +120,7 @@ class _Stated:
         return self._metadata.get(key, default)
 
     def unused(self, arch: str) -> tuple[str, ...]:
-        """Keys about the architecture that nobody asked for."""
+        """Returns the keys of the architecture that were never read."""
         passed_over = {*self._asked, *(f"{arch}.{name}" for name in _WITHOUT_EFFECT)}
         return tuple(key for key in self._metadata if key.startswith(f"{arch}.") and key not in passed_over)
 
@@ -128,9 +132,12 @@ def is_mixtral(opened: GGUFFile) -> bool:
 
 
 def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
-    """Name of the type that activations, keys and values have: that of the embedding in a file of plain
-    numbers, else bfloat16. Weights in blocks have lost more than activations lose in bfloat16, and keys and
-    values of half the bytes are read in half the time."""
+    """Returns the dtype name of activations, keys and values. If no tensor is quantised, it is the
+    embedding's type.
+
+    A file with quantised tensors gives bfloat16. Its weights have lost more precision than bfloat16 takes
+    from activations, and 16-bit keys and values are read in half the time of float32.
+    """
     is_plain = all(tensor.kind in _TYPE_TO_DTYPE for tensor in opened.tensors.values())
     return _TYPE_TO_DTYPE[kind] if is_plain else "bfloat16"
 

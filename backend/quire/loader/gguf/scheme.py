@@ -1,4 +1,4 @@
-"""The scheme of GGUF files whose weights stay in their blocks."""
+"""GGUFScheme: linear layers whose weights stay in a GGUF file's blocks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from quire_kernels.weights import JoinedLinear, PackedLinear
 
 
 class _Run(NamedTuple):
-    """Neighbouring parts of a layer that the file has in one kind."""
+    """Neighbouring parts of a layer that the file stores in the same type."""
 
     names: list[str]
     sizes: list[int]
-    """Output features of each."""
+    """Output features of each part."""
     kind: GGMLQuantizationType | None
     """Type of the blocks; None: plain numbers."""
     memory: torch.Tensor
-    """uint8 [out_features, bytes of a row], or [out_features, in_features] of x's type; the parts behind each
-    other."""
+    """uint8 [out_features, bytes of a row], or [out_features, in_features] of x's type. The parts' rows
+    follow each other."""
 
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """Matrices in blocks, each of a kind of its own. Those of one kind that are neighbours become one."""
+    """One layer's weights, as matrices in blocks. Neighbouring parts of the same type become one matrix."""
 
     runs: list[_Run]
     bias: torch.Tensor | None
@@ -71,7 +71,7 @@ class BlockTensors:
         )
 
     def _weights(self, activation: str | None) -> Iterator[torch.Tensor | BlockWeight]:
-        """The parts, joined where they are of one kind."""
+        """Yields the matrices to pack. A gated layer that has several types becomes one plain matrix."""
         weights = (run.memory if run.kind is None else BlockWeight(run.kind, run.memory) for run in self.runs)
         if activation is None:
             yield from weights
@@ -87,13 +87,12 @@ class BlockTensors:
 
 @dataclass(frozen=True)
 class GGUFScheme:
-    """Scheme that keeps a matrix in the file's blocks where there are operators for them; other matrices are
-    plain numbers."""
+    """Scheme for GGUF files. A matrix stays in the file's blocks if there are operators for its type; any
+    other matrix becomes plain numbers."""
 
     file: Path
     kinds: Mapping[str, GGMLQuantizationType]
-    """Block type of each matrix that stays in blocks, by its name at Hugging Face; each is one of
-    BLOCK_KINDS."""
+    """Block type, one of BLOCK_KINDS, of each matrix that stays in blocks, by its Hugging Face name."""
     input_multiple: int = 1
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names, as blocks or decoded one at a time."""
+"""Reads tensors of a GGUF file under Hugging Face's names, in their blocks or decoded one at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("quire")
 
 _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_MATRIX = 128
-"""Bytes of an expert's: the Python objects for it take some three times as many."""
+"""Least bytes of one expert's matrix. The Python objects for an expert take some three times as many."""
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -68,12 +68,12 @@ _PLAIN = {
 
 
 def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
-    """Tensors of one file; those without a Hugging Face name keep their own.
+    """Yields the tensors of one file under Hugging Face's names. A tensor without such a name keeps its own.
 
     Args:
         file: one of `opened.files`.
-        opened: the GGUF file whose part it is.
-        keeps_blocks: matrices of the types in BLOCK_KINDS are uint8 [rows, bytes of a row].
+        opened: the GGUF file of which `file` is a part.
+        keeps_blocks: whether matrices of the types in BLOCK_KINDS are given as uint8 [rows, bytes of a row].
 
     Raises:
         CheckpointError: a tensor's quantisation is not known.
@@ -101,7 +101,8 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
 
 
 def block_scheme(opened: GGUFFile) -> GGUFScheme:
-    """The scheme for what `read_gguf` gives where it keeps blocks; says which matrices it must decode."""
+    """Makes the scheme for the tensors that `read_gguf` gives with `keeps_blocks`. Logs a warning about
+    tensors that must be decoded."""
     tensors = list(_matrices(opened))
     decoded = [one for one in tensors if one.kind not in _PLAIN and not _has_blocks(one)]
     if decoded:
@@ -119,8 +120,8 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
 
 
 def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
-    """A file's tensors, with a matrix or bias for each expert of those that hold a layer's experts
-    ("..._exps") under the names that files had before there were such; raises CheckpointError."""
+    """Yields a file's tensors. A tensor of all experts of a layer ("..._exps") is split into one per expert,
+    named as in older files. Raises CheckpointError."""
     stated = opened.metadata.get(f"{opened.metadata['general.architecture']}.expert_count")
     for stored in opened.tensors.values():
         name, _, suffix = stored.name.rpartition("_exps.")
@@ -145,15 +146,15 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
 
 
 def _own_parts(opened: GGUFFile) -> Mapping[str, str]:
-    """Parts of Hugging Face's tensor names that differ in the file's architecture, by the usual part; empty:
-    none."""
+    """Maps parts of Hugging Face's usual tensor names to those of the file's architecture; empty: they are
+    the same."""
     if is_mixtral(opened):
         return _OF_MIXTRAL
     return _OF_GPT_OSS if opened.metadata["general.architecture"] == "gpt-oss" else {}
 
 
 def hf_name(name: str, own_parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Hugging Face's name of a GGUF tensor, or the name itself where there is none."""
+    """Returns Hugging Face's name of a GGUF tensor; without one, the name as it is."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:
         return f"{_TOP[parts[0]]}.{parts[1]}"
@@ -175,7 +176,7 @@ def _heads(opened: GGUFFile, arch: str, key: str) -> int:
 
 
 def _has_blocks(stored: StoredTensor) -> bool:
-    """Whether it is a matrix that can stay as it is."""
+    """Whether the tensor is a matrix that can stay in its blocks."""
     return stored.kind in BLOCK_KINDS and len(stored.shape) == 2
 
 
@@ -194,6 +195,6 @@ def _decode(
 
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head from pairs (0, 1), (2, 3), ... back to pairs (i, i + head_dim / 2)."""
+    """Reorders the rows of each head: pairs (0, 1), (2, 3), ... become pairs (i, i + head_dim / 2)."""
     size = tensor.shape[0] // num_heads
     return neighbours_apart(tensor, size, size)

@@ -1,4 +1,4 @@
-"""Checkpoints that others quantised: which tensors a layer has in them, and what these mean.
+"""Checkpoints that other tools quantised: which tensors they store for a layer, and what these mean.
 
-`config` reads `quantization_config`, `formats` knows the stored tensors, `scheme` makes layers of them.
+`rules` reads `quantization_config`, `formats` describes the stored tensors, `scheme` makes layers of them.
 """

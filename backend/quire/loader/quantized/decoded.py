@@ -1,4 +1,4 @@
-"""Decoded: the weights of one part of a layer, out of the tensors that a checkpoint has for them."""
+"""Decoded: the weights of one part of a layer, decoded from the checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.weights import QuantizedRows
 
 Matrix: TypeAlias = "torch.Tensor | GroupedWeight | QuantizedRows"
-"""[out_features, in_features]; a tensor is of float32."""
+"""Matrix [out_features, in_features]. A tensor is float32."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A matrix, whose columns may stand in another order than the inputs."""
+    """A decoded matrix. Its columns may be in another order than the inputs."""
 
     matrix: Matrix
     order: torch.Tensor | None = None
-    """int64 [in_features]: the input that each column is for; None: they are in order."""
+    """int64 [in_features]: index of the input for each column; None: columns are in the inputs' order."""
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out_features, in_features], in the order of the inputs."""
+        """Returns float32 [out_features, in_features], columns in the inputs' order."""
         matrix = self.matrix if isinstance(self.matrix, torch.Tensor) else self.matrix.dequantize()
         return matrix if self.order is None else matrix[:, self.order.argsort()]
 
@@ -38,19 +38,19 @@ def grouped(
     table: tuple[int, ...] | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> Matrix:
-    """Makes a matrix of weights that are (code - zero) * scale.
+    """Makes a matrix whose weights are (code - zero) * scale.
 
     Args:
         codes: uint8 [out_features, in_features].
         scales: float32 [out_features, groups].
-        zeros: int32 of the same shape, or the one that all groups have.
-        bits: of a code.
-        group: inputs that share a scale, or those that are left in the last group; None: all.
-        table: what codes stand for, as of GroupedWeight.
-        row_scales: as of GroupedWeight.
+        zeros: int32 of the scales' shape, or one number for all groups.
+        bits: bits of a code.
+        group: number of inputs that share a scale, fewer in the last group; None: all inputs.
+        table: values that the codes stand for; see GroupedWeight.
+        row_scales: see GroupedWeight.
 
     Returns:
-        A GroupedWeight, or the numbers themselves where groups are of other sizes than it has.
+        A GroupedWeight. If it does not support this group size, the dequantised matrix.
     """
     num_columns = codes.shape[1]
     group = min(group or num_columns, num_columns)
@@ -86,13 +86,13 @@ def in_groups(
     group: int | None,
     g_idx: torch.Tensor,
 ) -> Decoded:
-    """Makes a matrix as `grouped` does, where g_idx, int32 [in_features], states the group of each input.
+    """Makes a matrix as `grouped` does. Here g_idx, int32 [in_features], gives the group of each input.
 
-    Columns are sorted by group, so that those of one lie beside each other as the product wants them; the
-    inputs are then to be put into that order, which costs little beside a product.
+    Columns are sorted by group, so that each group's columns are adjacent, as the kernels need. The inputs
+    must then be reordered too, which costs little compared with the product.
 
     Raises:
-        ValueError: groups have different sizes, or are not there.
+        ValueError: groups differ in size, or a group does not exist.
     """
     columns = torch.arange(codes.shape[1])
     sorted_groups, order = torch.sort(g_idx.long(), stable=True)
@@ -108,7 +108,7 @@ def _by_column(values: torch.Tensor, group: int, num_columns: int) -> torch.Tens
 
 
 def _narrow(scales: torch.Tensor) -> torch.Tensor:
-    """In sixteen bits where no bit is lost by that."""
+    """Returns the scales in a 16-bit type if that changes none of them; otherwise as they are."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(scales.to(dtype).float(), scales):
             return scales.to(dtype)

@@ -1,4 +1,4 @@
-"""Formats: the tensors that a checkpoint has for one part of a quantised layer, and what they mean."""
+"""Formats: the tensors that a checkpoint stores for one part of a quantised layer, and how to decode them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from quire_kernels.grouped_weights import E2M1
 from quire_kernels.weights import FP8, W8A8_GROUP, QuantizedRows
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where AWQ puts the output features 0 to 7 in a word."""
+"""Positions in an AWQ word of output features 0 to 7."""
 BNB_BLOCK, BNB_NESTED_BLOCK = 64, 256
-"""Weights that share a scale, and scales that share one: what transformers asks bitsandbytes for."""
+"""Weights that share a scale, and scales that share a scale, as transformers configures bitsandbytes."""
 Tensors = Mapping[str, torch.Tensor]
 """Tensors of one part of a layer, by the suffixes of its slots."""
 
 
 class Slot(NamedTuple):
-    """Place for a tensor of a part."""
+    """Description of one stored tensor of a part."""
 
     suffix: str
     shape: tuple[int, ...]
-    """Checkpoints may have more or fewer dimensions of one."""
+    """Shape of the tensor. Stored tensors may have more or fewer dimensions of size 1."""
     dtype: torch.dtype
-    """float32 is also for float16 and bfloat16."""
+    """Type of the tensor. float32 also accepts float16 and bfloat16."""
     out_dim: int | None = None
     """See `StoredTensor`."""
     in_dim: int | None = None
@@ -37,24 +37,23 @@ class Slot(NamedTuple):
 
 
 class Format(Protocol):
-    """How the weights of a part are stored."""
+    """Storage format of a part's weights."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Types of devices that compute with about the bytes that are stored; on others the weights become
-        numbers in the type of the inputs."""
+        """Device types with kernels for about the stored number of bytes. On other devices, weights are
+        dequantised to the inputs' type."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
-        """All tensors that there are; raises ValueError for sizes that the format does not have."""
+        """Yields all stored tensors of a part; raises ValueError for sizes that the format cannot store."""
 
     def decode(self, tensors: Tensors) -> Decoded:
-        """Decodes the tensors of a part into its weights; raises ValueError where they contradict each
-        other."""
+        """Decodes a part's tensors into its weights; raises ValueError if they contradict each other."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Numbers that are not quantised."""
+    """Weights that are not quantised."""
 
     devices: ClassVar[tuple[str, ...]] = ()
 
@@ -69,11 +68,12 @@ class Plain:
 
 @dataclass(frozen=True)
 class AWQ:
-    """AutoAWQ's four bits with zeros, of version "gemm" (words along the outputs) or "gemv" (the inputs)."""
+    """AutoAWQ's four-bit weights with zeros. Version "gemm" packs words along the outputs, "gemv" along the
+    inputs."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     group: int | None
-    """None: all inputs."""
+    """Inputs that share a scale; None: all inputs."""
     is_gemv: bool = False
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
@@ -113,14 +113,14 @@ class AWQ:
 
 @dataclass(frozen=True)
 class GPTQ:
-    """GPTQ's words along the inputs; its `desc_act` lets any inputs share a group."""
+    """GPTQ's format: words packed along the inputs. With `desc_act`, any inputs may share a group."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     bits: int
     group: int | None
-    """None: all inputs."""
+    """Inputs that share a scale; None: all inputs."""
     zero_offset: int
-    """Number to add to stored zeros: 1, but 0 in gptq_v2."""
+    """Number added to stored zeros: 1, or 0 in gptq_v2."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
@@ -145,12 +145,12 @@ class GPTQ:
 
 @dataclass(frozen=True)
 class PackedIntegers:
-    """compressed-tensors' `pack-quantized`: words along the inputs."""
+    """compressed-tensors' `pack-quantized`: words packed along the inputs."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     bits: int
     group: int | None
-    """None: all inputs."""
+    """Inputs that share a scale; None: all inputs."""
     is_symmetric: bool
     has_order: bool
     """Whether any inputs may share a group."""
@@ -185,16 +185,16 @@ class PackedIntegers:
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """Bytes, int8 or FP8, with a scale for each output feature or one for all of them."""
+    """int8 or FP8 weights with a scale per output feature, or one scale for all."""
 
     dtype: torch.dtype
     is_per_row: bool
     scale: str = "weight_scale"
-    """Suffix of the scales' name."""
+    """Suffix of the scale tensor's name."""
     divisor: float = 1.0
-    """Number by which the stored scales are divided."""
+    """Divisor of the stored scales."""
     quantized_inputs: bool = False
-    """Whether inputs are meant to be of eight bits too, with int8."""
+    """Whether the inputs should be quantised to int8 too, if the weights are int8."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -222,12 +222,13 @@ class ScaledRows:
 
 @dataclass(frozen=True)
 class WholeIntegers:
-    """compressed-tensors' integers, a byte each, in groups or with zeros."""
+    """compressed-tensors' integers, one byte each, with group scales or zeros."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     bits: int
     scales: tuple[bool, int | None]
-    """Whether each output feature has its own, and how many inputs share one; None: all."""
+    """(whether each output feature has its own scale, number of inputs that share a scale; None: all
+    inputs)."""
     is_symmetric: bool
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
@@ -257,15 +258,15 @@ class WholeIntegers:
 
 @dataclass(frozen=True)
 class ScaledBlocks:
-    """FP8 with a scale for each block of outputs and inputs: DeepSeek's 128 x 128, MXFP8's 1 x 32."""
+    """FP8 weights with a scale per block of outputs and inputs: 128 x 128 (DeepSeek) or 1 x 32 (MXFP8)."""
 
     devices: ClassVar[tuple[str, ...]] = ()
     block: tuple[int, int]
-    """Output and input features."""
+    """Size of a block in output and input features."""
     scale: str = "weight_scale"
-    """Suffix of the scales' name."""
+    """Suffix of the scale tensor's name."""
     has_exponents: bool = False
-    """Whether scales are stored as E8M0."""
+    """Whether scales are stored as E8M0 exponents."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
@@ -286,17 +287,17 @@ class ScaledBlocks:
 
 @dataclass(frozen=True)
 class FP4:
-    """Four-bit floating point, two in a byte: MXFP4, with exponents as scales, and NVFP4, with FP8 ones and
-    one of all weights."""
+    """Four-bit floating point, two numbers per byte. MXFP4 has exponents as scales. NVFP4 has FP8 scales, and
+    one more scale for all weights."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     group: int
     weight: str = "weight_packed"
-    """Suffix of the packed numbers' name."""
+    """Suffix of the name of the packed weights."""
     tensor_scale: str | None = None
-    """Suffix of the name of the scale of all; None: MXFP4."""
+    """Suffix of the name of the scale for all weights; None: MXFP4, which has none."""
     is_divisor: bool = False
-    """Whether that one divides."""
+    """Whether the weights are divided by that scale instead of multiplied."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
@@ -319,14 +320,14 @@ class FP4:
 
 @dataclass(frozen=True)
 class BNB4:
-    """bitsandbytes' NF4 and FP4: places in a table of sixteen numbers, and a scale for BNB_BLOCK of them, row
-    behind row: a block may go on in the next one, and the last may be shorter."""
+    """bitsandbytes' NF4 and FP4: indices into a table of 16 numbers, and a scale per BNB_BLOCK weights.
+    Blocks run through the rows in order, so one may span two rows; the last may be shorter."""
 
     devices: ClassVar[tuple[str, ...]] = ()
     kind: str
-    """nf4 or fp4."""
+    """"nf4" or "fp4"."""
     is_nested: bool
-    """Whether the scales are quantised, too."""
+    """Whether the scales are quantised too."""
 
     @property
     def _state(self) -> str:
@@ -360,16 +361,16 @@ class BNB4:
 
 
 def bnb_state(octets: torch.Tensor) -> torch.Tensor:
-    """Reads what decoding needs of bitsandbytes' quant_state.
+    """Reads the values that decoding needs from bitsandbytes' quant_state.
 
     Args:
-        octets: uint8 [n], JSON.
+        octets: uint8 [n], JSON text.
 
     Returns:
-        float64 [4]: out_features, in_features, the block's size, and what is to be added to nested scales.
+        float64 [4]: out_features, in_features, the block's size, and the offset to add to nested scales.
 
     Raises:
-        ValueError, TypeError, LookupError: it is something else.
+        ValueError, TypeError, LookupError: the bytes are no quant_state.
     """
     state = json.loads(bytes(octets.tolist()))
     values = [*state["shape"], state["blocksize"], state.get("nested_offset", 0.0)]
@@ -377,7 +378,7 @@ def bnb_state(octets: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(size: int, unit: int, name: str) -> int:
-    """size / unit, which must be whole."""
+    """Returns size / unit; raises ValueError if that is not a whole number."""
     if size % unit:
         raise ValueError(f"{name} {size} is no multiple of {unit}")
     return size // unit

@@ -1,4 +1,5 @@
-"""Rules: which layers of a checkpoint are quantised, and how, by its `quantization_config`."""
+"""Rules: which layers of a checkpoint are quantised, and in which format, according to its
+`quantization_config`."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ from quire_common.errors import shown
 from quire_kernels.weights import FP8
 
 Matches = Callable[[str], bool]
-"""Whether a rule is for the layer of this name: "model.layers.0.mlp.gate_proj", "lm_head"."""
+"""Tells whether a rule applies to a layer's name, such as "model.layers.0.mlp.gate_proj" or "lm_head"."""
 Values = Mapping[str, Any]
 _INTEGER_LAYOUTS = ("int-quantized", "naive-quantized")
 _FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
 _MATCH_S = 1.0
-"""For one regular expression and one name: some go back for ever."""
+"""Seconds allowed to match one regular expression against one name. Some expressions backtrack for ever."""
 _ROUTERS = ("gate", "shared_expert_gate")
-"""Last parts of the names of what chooses experts, which GPTQ's tools and DeepSeek's files leave plain and do
-not list."""
+"""Last parts of the names of routers. GPTQ's tools and DeepSeek's files leave routers unquantised and do not
+list them."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,17 @@ class Rules:
     """Rules by which layers of a checkpoint are quantised, from its `quantization_config`."""
 
     method: str
-    """Its `quant_method`."""
+    """`quant_method` of the configuration."""
     rules: tuple[tuple[Matches, Format | None], ...]
-    """The first one for a layer decides; a layer without one, or with None, is not quantised."""
+    """Rules in order of precedence: the first that matches a layer gives its format. A layer is not quantised
+    if that is None, or if no rule matches."""
     has_kv_scales: bool = False
-    """Whether keys and values are meant to be quantised by scales of the checkpoint."""
+    """Whether the checkpoint asks to quantise keys and values by its own scales."""
     values: Values = field(default_factory=dict)
     """All of `quantization_config`."""
 
     def format_of(self, name: str) -> Format | None:
-        """How the layer of this name is stored; None: as plain numbers."""
+        """Returns the format of the layer of this name; None: it is not quantised."""
         return next((form for matches, form in self.rules if matches(name)), None)
 
 
@@ -60,7 +62,7 @@ def read_rules(hf: HFConfig) -> Rules | None:
     """Reads the rules from config.json; None: nothing is quantised.
 
     Raises:
-        CheckpointError: a method or layout that is not supported, in one line that names it.
+        CheckpointError: a method or layout is not supported. The message is one line that names it.
     """
     values = next(filter(None, map(hf.get, QUANTIZATION_KEYS)), None)
     if values is None:
@@ -78,11 +80,12 @@ def read_rules(hf: HFConfig) -> Rules | None:
 
 
 class _UnsupportedError(Exception):
-    """Something that quantization_config says is not supported."""
+    """quantization_config contains something that is not supported."""
 
 
 def _known(values: Values, key: str, default: Any, known: Iterable[Any]) -> Any:
-    """A value that must be one of those known."""
+    """Returns a value of the configuration, or the default; raises _UnsupportedError unless it is one of
+    `known`."""
     value = values.get(key)
     value = default if value is None else value
     listed = [*known]
@@ -93,7 +96,7 @@ def _known(values: Values, key: str, default: Any, known: Iterable[Any]) -> Any:
 
 
 def _group(values: Values, default: int | None) -> int | None:
-    """Inputs that share a scale; None: all."""
+    """Returns how many inputs share a scale; None: all inputs of a row."""
     group = values.get("group_size", default)
     if group in (None, -1):
         return None
@@ -107,14 +110,14 @@ def _size(key: str, value: Any) -> int:
 
 
 def _block(key: str, value: Any) -> tuple[int, int]:
-    """Output and input features that share a scale."""
+    """Reads a block's size: the (output, input) features that share a scale."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise _UnsupportedError(f"{key} {value!r:.40} is not two numbers of features")
     return _size(key, value[0]), _size(key, value[1])
 
 
 def _named(keys: Iterable[str] | None) -> Matches:
-    """Names in which one of the keys is found whole between dots, or which it matches by wildcards."""
+    """Makes a test for names that contain one of the keys between dots, or match a key with wildcards."""
     keys = tuple(keys or ())
     return lambda name: any(
         fnmatchcase(name, key) if "*" in key else f".{key}." in f".{name}." for key in keys
@@ -122,7 +125,8 @@ def _named(keys: Iterable[str] | None) -> Matches:
 
 
 def _all_but(method: str, form: Format, *exempt: Iterable[str] | None, head: bool = False) -> Rules:
-    """One format for all layers but some, and but the output head."""
+    """Makes rules that give all layers one format, except for the names in `exempt` and, without `head`, the
+    output head."""
     names = [name for names in exempt for name in names or ()]
     rules: list[tuple[Matches, Format | None]] = [(_named(names), None)]
     if not head:
@@ -218,7 +222,7 @@ def _compressed(values: Values) -> Rules:
 
 
 def _targets(targets: Iterable[str] | None) -> Matches:
-    """Names that are among the targets, or match one that begins with "re:"."""
+    """Makes a test for names that are among the targets, or match a target that begins with "re:"."""
     names = {target for target in targets or () if not target.startswith("re:")}
     try:
         patterns = [regex.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]

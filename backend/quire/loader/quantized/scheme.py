@@ -1,4 +1,4 @@
-"""ForeignScheme: linear layers as someone else quantised them."""
+"""ForeignScheme: linear layers that another tool quantised."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, Reo
 
 logger = logging.getLogger("quire")
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_format")
-"""Ends of names of tensors that say how inputs were to be quantised (here that is decided as they come), or
-nothing."""
+"""Suffixes of tensors that are not read: how inputs were to be quantised, which is decided at run time here,
+or nothing useful."""
 _MAX_STATE = 2**16
-"""Bytes of bitsandbytes' quant_state of a layer; it has some 100."""
+"""Most bytes of a layer's `quant_state` of bitsandbytes. It usually has some 100."""
 _KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
-"""Ends of names of tensors that say how keys and values were to be quantised."""
+"""Suffixes of tensors with scales for quantised keys and values. They are not read."""
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Tally:
     file_bytes: int = 0
     """Bytes in the files."""
     packed_bytes: int = 0
-    """Bytes after packing, in the form that layers are computed with."""
+    """Bytes after packing."""
     dequantized_bytes: int = 0
-    """Bytes among `packed_bytes` of layers that lie in the type of the inputs, since nothing computes with
-    their stored form."""
+    """Bytes, of `packed_bytes`, of layers kept as plain numbers in the inputs' type, because no kernel
+    computes with their stored form."""
 
     def add(self, file_bytes: int, packed_bytes: int, whole: int) -> None:
-        """Counts a layer that would take `whole` bytes in the type of the inputs."""
+        """Counts a layer. `whole`: bytes that it would have as plain numbers in the inputs' type."""
         self.file_bytes += file_bytes
         self.packed_bytes += packed_bytes
         if packed_bytes >= whole:
@@ -55,15 +55,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class ForeignScheme:
-    """See LinearScheme. Layers that the rules exempt are plain."""
+    """Scheme for checkpoints that another tool quantised; see LinearScheme. Layers that the rules exempt are
+    plain."""
 
     rules: Rules
     source: Path
-    """File that complaints name."""
+    """File that error messages name."""
     plain: DenseScheme
-    """Scheme of layers that are not quantised; without `keeps_codes` all layers have its quantisation."""
+    """Scheme of layers that are not quantised. Without `keeps_codes` it quantises all layers."""
     keeps_codes: bool = True
-    """Whether quantised weights stay so; else they become numbers first."""
+    """Whether quantised weights keep their codes. If not, they are dequantised first."""
     tally: Tally = field(default_factory=Tally, compare=False)
 
     @property
@@ -106,7 +107,7 @@ class ForeignScheme:
         return self.plain.table(name, num_rows, size, is_head=is_head, dtype=dtype)
 
     def prepared(self, files: WeightFiles) -> WeightFiles:
-        """Files whose tensors are as slots want them, without those that nothing is done with."""
+        """Returns the files, changed to give tensors as the slots need them. Unused tensors are left out."""
         return files._replace(read=lambda file: self._prepared(files.read(file)))
 
     def _prepared(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -130,7 +131,7 @@ class ForeignScheme:
             yield one
 
     def report(self) -> None:
-        """Says in the log what became of the layers."""
+        """Logs how many bytes the layers have in the files and after packing."""
         stored, packed, dequantized = (number / 2**20 for number in vars(self.tally).values())
         text = f"{self.rules.method} weights: {stored:.1f} MiB in the files are kept in {packed:.1f} MiB"
         if dequantized:
@@ -144,14 +145,14 @@ class ForeignScheme:
 
 
 class Part:
-    """The tensors of one part of a layer.
+    """One part of a layer, with its stored tensors.
 
     Args:
-        scheme: what complaints are made of.
-        name: without the ends of the tensors' names.
-        form: how it is stored.
-        out_features: of the part.
-        in_features: of the layer.
+        scheme: the scheme that made it, for its error messages.
+        name: prefix of the tensors' names.
+        form: format of the stored weights.
+        out_features: output features of the part.
+        in_features: input features of the layer.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Part:
 
     @property
     def num_weights(self) -> int:
-        """Inputs times outputs."""
+        """Number of weights: in_features * out_features."""
         return math.prod(self.shape)
 
     @property
@@ -186,7 +187,7 @@ class Part:
             )
 
     def decode(self) -> Decoded:
-        """Its weights; the tensors are gone."""
+        """Returns the part's weights, and frees the stored tensors."""
         tensors, self.tensors = self.tensors, {}
         whole = tensors.get("weight_shape")
         if whole is not None and not any(
@@ -206,11 +207,11 @@ class Part:
 
 
 class ForeignTensors:
-    """See LayerTensors."""
+    """Tensors of a layer or table that another tool quantised; see LayerTensors."""
 
     table: torch.Tensor | None = None
     is_head = False
-    """Whether logits are computed with it."""
+    """Whether it computes logits."""
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class ForeignTensors:
         )
 
     def _computable(self, decoded: Decoded) -> Decoded:
-        """On the device, and in a form that it computes with."""
+        """Moves decoded weights to the device, in a form for which it has kernels."""
         matrix, device = decoded.matrix, self.device
         if not self.scheme.keeps_codes:
             matrix = decoded.dequantize().to(device, self.dtype)
@@ -293,8 +294,7 @@ class ForeignTensors:
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded | None:
-    """One matrix with the rows of several, one behind the other; None: their formats, or the orders of their
-    columns, differ."""
+    """Joins the rows of several matrices into one matrix; None: their formats or column orders differ."""
     order = parts[0].order
     for part in parts[1:]:
         if (part.order is None) != (order is None):

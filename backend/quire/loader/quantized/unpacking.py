@@ -1,4 +1,4 @@
-"""Numbers of few bits out of words and bytes."""
+"""Unpacks numbers of few bits from words and bytes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Numbers that lie behind each other in the bits of a row's words, the lowest bit first.
+    """Unpacks numbers that lie one after the other in a row's words, lowest bit first.
 
     Args:
         words: int32 [rows, at least count * bits / 32].
-        bits: 1 to 8; a number may begin in one word and end in the next.
-        count: numbers of a row.
+        bits: bits of a number, 1 to 8. A number may begin in one word and end in the next.
+        count: numbers in a row.
 
     Returns:
         uint8 [rows, count].
@@ -30,11 +30,11 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def unpack_nibbles(octets: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, n] to [rows, 2 n]: the low half of each byte, then its high half."""
+    """Unpacks uint8 [rows, n] into [rows, 2 n]: the low half of each byte, then its high half."""
     return torch.stack((octets & 15, octets >> 4), 2).flatten(1)
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """float32 of E8M0: uint8 e is 2 ** (e - 127), and 255 is NaN."""
+    """Returns the float32 values of E8M0 exponents: uint8 e means 2 ** (e - 127), and 255 means NaN."""
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.to(torch.int32) - 127)
     return torch.where(exponents == 255, torch.nan, powers)
