@@ -1,4 +1,4 @@
-"""Building blocks of models, and what a checkpoint's configuration says of them.
+"""Building blocks of models, and the parts of a checkpoint's configuration that they need.
 
-A layer says which checkpoint tensor fills which of its weights (`weights`).
+A layer's `weights` tell which checkpoint tensor fills which of its weights.
 """

@@ -14,12 +14,12 @@ from quire_kernels.cpu.decoder import NormKind
 
 
 class Attention(nn.Module):
-    """Projections, optional query and key norms, rotary embedding, cache write and paged attention, with
-    optional sinks.
+    """Self-attention: projections, optional query and key norms, rotary embedding, cache write and paged
+    attention, with optional sinks.
 
     Args:
-        config: of the model.
-        layer: index; decides the sliding window.
+        config: the model's configuration.
+        layer: index of the layer; it decides the sliding window.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -58,13 +58,15 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into the cache."""
+        """Computes attention of [num_tokens, hidden_size] in the same shape, and writes the new tokens' keys
+        and values to the cache."""
         attended = self._attend(self.qkv(x, context.adapters), context)
         out: torch.Tensor = self.out(attended, context.adapters)
         return out
 
     def _attend(self, qkv: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """[num_tokens, num_heads * head_dim] of queries, keys and values, behind each other."""
+        """Returns the attention output [num_tokens, num_heads * head_dim]. `qkv` holds each token's queries,
+        then keys, then values."""
         heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._queries(heads, context)
         if context.query_factors is not None:
@@ -82,7 +84,8 @@ class Attention(nn.Module):
         return attended.flatten(1)
 
     def _queries(self, heads: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim], normalised and rotated; writes the keys and values."""
+        """Returns the queries [num_tokens, num_heads, head_dim], normalised and rotated, and writes keys and
+        values to the cache."""
         cos, sin, kv_layer, slots = context.cos, context.sin, context.kv_layer, context.meta.slot_mapping
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -101,8 +104,8 @@ class Attention(nn.Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate, which `q_proj` makes behind each head's
-    query."""
+    """Attention whose output is multiplied by the sigmoid of a gate. `q_proj` computes the gate too: each
+    head's query is followed by its gate."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)

@@ -1,4 +1,4 @@
-"""DecoderConfig: what the decoder must know of a checkpoint, whatever its family calls it."""
+"""DecoderConfig: a decoder's configuration under the same names for all model families."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Names of the operators' activations by those of config.json."""
+"""Operators' names of activations, by the names in config.json."""
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
 MAX_SOFTCAP = 10_000
-"""Largest cap of attention's scores: fast kernels' tanh times it has an error that counts; files have 50."""
+"""Largest cap of attention scores. Above it, the error of fast kernels' tanh, times the cap, would matter.
+Real files have 50."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Mixture-of-experts layers: each token is computed by some of a layer's experts."""
+    """Sizes and routing of mixture-of-experts layers. In such a layer, some of the experts compute each
+    token."""
 
     layers: tuple[int, ...]
-    """Layers with experts; the others have a feed-forward of `DecoderConfig.intermediate_size`."""
+    """Indices of the layers with experts. The others have a feed-forward part of
+    `DecoderConfig.intermediate_size`."""
     num_experts: int
-    """Number of a layer's experts, without the shared one."""
+    """Number of a layer's routed experts, without the shared expert."""
     intermediate_size: int
     """Inner size of one expert."""
     routing: Routing
     has_score_bias: bool = False
-    """Whether a layer has a bias of each expert's score, for the choice."""
+    """Whether each expert has a bias that is added to its score only when experts are chosen."""
     scales_inputs: bool = False
-    """Whether shares multiply what goes into experts, and not what comes out."""
+    """Whether a token's shares multiply the experts' inputs instead of their outputs."""
     shared_size: int = 0
-    """Inner size of the one that computes every token; 0: there is none."""
+    """Inner size of the shared expert, which computes every token; 0: there is none."""
 
     @classmethod
     def from_hf(
@@ -61,10 +64,14 @@ class ExpertsConfig:
         renormalizes: bool,
         gated_shared_size: int = 0,
     ) -> ExpertsConfig:
-        """Reads the sizes under their keys, which families call differently; raises CheckpointError.
+        """Reads the experts' sizes under the keys that the family uses; raises CheckpointError.
 
         Args:
-            gated_shared_size: of a shared expert with a gate; 0: there is none.
+            count_key: key of the number of experts.
+            size_key: key of an expert's inner size.
+            layers: indices of the layers with experts.
+            renormalizes: see `Routing`.
+            gated_shared_size: inner size of a shared expert with a gate; 0: there is none.
         """
         num_experts = hf.require_int(count_key, most=MAX_EXPERTS)
         return cls(
@@ -83,17 +90,17 @@ class ExpertsConfig:
     def of_deepseek(
         cls, hf: HFConfig, num_layers: int, *, scoring: Literal["softmax", "sigmoid"] = "sigmoid"
     ) -> ExpertsConfig:
-        """Reads the keys of DeepSeek's checkpoints, and of those that follow them.
+        """Reads the keys of DeepSeek's checkpoints, and of others that use the same keys.
 
-        Experts are chosen by sigmoids, with a bias and a group's two best (version 3, `topk_method`
-        noaux_tc), or by softmax (version 2): among all (greedy), or by a group's best (group_limited_greedy).
-        With softmax shares are never renormalised.
+        Version 3 scores experts by sigmoids with a bias, and groups by their two best experts (`topk_method`
+        noaux_tc). Version 2 scores experts by softmax. It chooses among all experts (greedy) or in the groups
+        with the best expert (group_limited_greedy). Softmax shares are never renormalised.
 
         Args:
-            scoring: what the family's class has, whose files may say it under `scoring_func`.
+            scoring: the scoring that the family's class computes. A file may state it under `scoring_func`.
 
         Raises:
-            CheckpointError: a value is missing, wrong, or another one than the family's class obeys.
+            CheckpointError: a value is missing or wrong, or the family's class does not support it.
         """
         is_sigmoid = scoring == "sigmoid"
         methods = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
@@ -149,11 +156,12 @@ class ExpertsConfig:
 
 
 class NormNames(NamedTuple):
-    """Names of a layer's norms in checkpoints; None: there is no norm in that place."""
+    """Names of a layer's norms in checkpoints; None: there is no norm in that position."""
 
     attention_input: str | None
     attention_output: str | None
-    """Norm of what attention adds to the residual stream; `mlp_output` is that of the feed-forward's term."""
+    """Norm of the attention output, before it is added to the residual stream. `mlp_output` is the same for
+    the feed-forward output."""
     mlp_input: str | None
     mlp_output: str | None
 
@@ -169,30 +177,32 @@ OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforwa
 
 
 class QueryScaling(NamedTuple):
-    """Queries at position p are multiplied by 1 + beta * ln(1 + floor((p + offset) / length)), for contexts
-    longer than those of the training (Llama 4; "Scalable-Softmax Is Superior for Attention", arXiv
-    2501.19399)."""
+    """Scaling of queries by position, for contexts longer than in training: queries at position p are
+    multiplied by 1 + beta * ln(1 + floor((p + offset) / length)). (Llama 4; "Scalable-Softmax Is Superior for
+    Attention", arXiv 2501.19399.)"""
 
     beta: float
     length: int
     offset: int
-    """0, or 1, with which the p-th token counts as one more."""
+    """0 or 1, added to the position."""
     layers: tuple[int, ...]
-    """The others' queries are not."""
+    """Indices of the layers whose queries are scaled."""
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """float32 [num_tokens] of int64 positions [num_tokens]."""
+        """Returns the float32 factors [num_tokens] for int64 positions [num_tokens]."""
         return 1 + self.beta * torch.log(1 + torch.floor((positions + self.offset) / self.length))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention; see `LatentAttention`."""
+    """Sizes of multi-head latent attention; see `LatentAttention`."""
 
     kv_rank: int
-    """Size of the latent from which all heads' values, and their keys but for the rotated part, are made."""
+    """Size of the latent. All heads' values, and their keys except for the rotated part, are computed from
+    it."""
     query_rank: int | None
-    """Size of the latent from which queries are made; None: they are made of the hidden state."""
+    """Size of the latent from which queries are computed; None: queries are computed from the hidden
+    state."""
     nope_dim: int
     """Dimensions of a head's queries and keys that are not rotated."""
     rope_dim: int
@@ -200,11 +210,11 @@ class LatentConfig:
     value_dim: int
     """Dimensions of a head's values."""
     interleaved: bool
-    """Whether pairs of neighbours rotate; else pairs (i, i + rope_dim / 2)."""
+    """Whether neighbouring dimensions rotate together; False: pairs (i, i + rope_dim / 2) do."""
 
     @classmethod
     def from_hf(cls, hf: HFConfig) -> LatentConfig:
-        """Raises CheckpointError."""
+        """Reads the sizes from config.json; raises CheckpointError."""
         # A null says that there is none, and no key that it is the default.
         has_rank = hf.values.get("q_lora_rank", 1536) is not None
         config = cls(
@@ -220,7 +230,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape and switches of a Llama-family decoder."""
+    """Shape and switches of a decoder of the Llama family."""
 
     vocab_size: int
     hidden_size: int
@@ -230,77 +240,80 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     """Size of a query, key or value in attention over the KV cache. With `latent`, this and `num_kv_heads`
-    describe the cached vectors and not the keys and values that are made of them."""
+    describe the cached vectors instead of the keys and values computed from them."""
     max_position_embeddings: int
-    """Longest sequence the checkpoint states; the default of `max_model_len`."""
+    """Longest sequence that the checkpoint states, in tokens; the default of `max_model_len`."""
     dtype: torch.dtype
     """Type of weights, activations and the KV cache."""
     rms_norm_eps: float
     activation: str
-    """The gate's activation as the operators name it: one of ACTIVATIONS' values."""
+    """Operators' name of the gate's activation: one of ACTIVATIONS' values."""
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """How many positions a token sees in each layer, itself included; None: all."""
+    """Positions that a token sees in each layer, itself included; None: all."""
     other_rope: RopeConfig | None = None
-    """Rotary embedding of `other_rope_layers`, where some layers do not have `rope`."""
+    """Rotary embedding of the layers in `other_rope_layers`; None: all layers have `rope`."""
     other_rope_layers: tuple[int, ...] = ()
     rope_interleaved: bool = False
-    """Whether neighbouring dimensions of a head rotate together, in the order that checkpoints have; here
-    they are apart by half of what rotates, as the rows of what makes queries and keys are put in order."""
+    """Whether the checkpoint's heads rotate neighbouring dimensions together. The loader reorders the rows of
+    the query and key projections, so that the operators rotate pairs half of the rotated dimensions apart."""
     query_scaling: QueryScaling | None = None
     chunk_size: int | None = None
-    """In `chunked_layers` tokens see those before them in their chunk of so many positions alone; see
-    `AttentionMetadata.chunked`."""
+    """Positions in a chunk. In `chunked_layers`, a token sees only the tokens before it in its chunk; see
+    `AttentionMetadata.chunked`. None: no layer is chunked."""
     chunked_layers: tuple[int, ...] = ()
     attention_scale: float
     attention_softcap: float | None = None
     attention_sinks: bool = False
-    """Whether each query head has a score whose value is nothing; see `ops.paged_attention`."""
+    """Whether each query head has an attention sink: a score without a value; see `ops.paged_attention`."""
     logits_softcap: float | None = None
-    """Logits become softcap * tanh(logit / softcap)."""
+    """Cap of the logits, which become softcap * tanh(logit / softcap); None: they are not capped."""
     logits_divisor: float = 1.0
     embedding_scale: float | None = None
-    """Factor of the embeddings of tokens, but not of those given by a request; None: they are not scaled."""
+    """Factor of token embeddings, not applied to embeddings that a request provides; None: they are not
+    scaled."""
     norms: NormNames = INPUT_NORMS
     residual_multiplier: float = 1.0
-    """Factor of what attention and feed-forward add to the residual stream."""
+    """Factor of the attention and feed-forward outputs before they are added to the residual stream."""
     wide_norms: bool = False
-    """Norms' scales are float32 and apply before rounding."""
+    """Whether norms' scales are float32 and multiply before the result is rounded."""
     per_layer_size: int = 0
-    """Size of a further input that each layer gets of a token, beside hidden states; 0: there is none. Rows
-    of `DecoderModel.embed` have those of all layers behind the hidden states."""
+    """Size of an additional input of each layer per token, beside hidden states; 0: there is none. A row of
+    `DecoderModel.embed` holds the hidden state, then these inputs of all layers."""
     unit_offset_norms: bool = False
-    """Norms as with `wide_norms`, but checkpoints hold the scales less 1."""
+    """Whether norms are as with `wide_norms`, and checkpoints store their scales minus 1."""
     qkv_bias: bool = False
     out_bias: bool = False
     fused_qkv: bool = False
-    """Whether checkpoints hold query, key and value projections as one, `qkv_proj`."""
+    """Whether checkpoints store the query, key and value projections as one tensor, `qkv_proj`."""
     fused_gate_up: bool = False
-    """The same of feed-forward layers' gate and up: `gate_up_proj`."""
+    """Whether checkpoints store gate and up of feed-forward layers as one tensor, `gate_up_proj`."""
     mlp_bias: bool = False
     """Whether feed-forward layers, experts and routers have biases."""
     deepstack_levels: int = 0
-    """Layers, from the first on, behind which the rows of images add to the hidden states once more."""
+    """Number of layers, from the first on, after which deepstack adds image features to the hidden states."""
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
-    """Sizes of latent attention, where one latent stands for the keys and values of all heads; None: the
-    model has other attention."""
+    """Sizes of latent attention; None: the model has ordinary attention."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before the rotary embedding, but for what follows."""
+    """Whether queries and keys have an RMSNorm: one per head and before the rotary embedding, unless the next
+    two fields say otherwise."""
     qk_norm_whole: bool = False
-    """Over all query heads together, and all key heads."""
+    """Whether one norm covers all query heads together, and another all key heads."""
     qk_norm_behind_rope: bool = False
     scheme: LinearScheme = SCHEMES[None]
-    """That of the linear layers."""
+    """Scheme of the linear layers."""
     attention_backend: str | None = None
-    """Implementation of attention that was asked for; None: the best one. No checkpoint states it."""
+    """Implementation of attention that the configuration asks for; None: the best one. No checkpoint states
+    it."""
     ranks: Ranks = ALONE
-    """Who computes the model. Numbers of heads, `intermediate_size` and that of experts are this rank's."""
+    """Tensor-parallel ranks that compute the model. Numbers of heads and inner sizes here are this rank's."""
     whole: DecoderConfig | None = None
-    """That of all ranks together, where this is of one of several."""
+    """Configuration of the whole model, if this one is one rank's part; None: this is the whole model."""
     kv_parts: int = 1
-    """How many parts of the KV heads there are: as many as ranks, or fewer, which several ranks have."""
+    """Number of parts into which the KV heads are divided. With fewer parts than ranks, several ranks have
+    the same part."""
 
     def __post_init__(self) -> None:
         for window in self.sliding_windows:
@@ -317,10 +330,10 @@ class DecoderConfig:
             raise ValueError(f"attention_softcap of {self.attention_softcap} is more than {MAX_SOFTCAP}")
 
     def of_rank(self, ranks: Ranks) -> DecoderConfig:
-        """A rank's part: of each layer its share of the heads and of the inner features.
+        """Returns one rank's configuration: its share of each layer's heads and inner features.
 
         Raises:
-            ConfigError: the ranks cannot have equal shares.
+            ConfigError: the heads or features cannot be divided equally.
         """
         experts, kv_heads, size = self.experts, self.num_kv_heads, ranks.size
         for key, is_so in self._undivided.items():
@@ -353,7 +366,8 @@ class DecoderConfig:
 
     @property
     def _undivided(self) -> dict[str, bool]:
-        """Properties of some families that ranks cannot divide, each with whether this model has it."""
+        """Names of properties that tensor parallelism does not support, each with whether this model has
+        it."""
         return {
             "projections that a checkpoint holds as one": self.fused_qkv or self.fused_gate_up,
             "norms of all heads together": self.qk_norm_whole,
@@ -369,8 +383,8 @@ class DecoderConfig:
         return of_layers + tables * self.vocab_size * self.hidden_size
 
     def layer_weights(self, num_experts: int) -> int:
-        """Number of weights in the matrices of all layers, with `num_experts` of a layer's experts, and the
-        shared one."""
+        """Returns the number of weights in the matrices of all layers, counting `num_experts` routed experts
+        and the shared expert in a layer."""
         rows = self.num_layers * 3 * self.intermediate_size
         if self.experts is not None:
             inner = num_experts * self.experts.intermediate_size + self.experts.shared_size
@@ -380,7 +394,7 @@ class DecoderConfig:
 
     @property
     def attended_size(self) -> int:
-        """Input features of a layer's `o_proj`: the values of all heads."""
+        """Number of input features of a layer's `o_proj`: the sizes of all heads' values together."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
@@ -399,7 +413,7 @@ class DecoderConfig:
 
     @property
     def inner_sizes(self) -> dict[str, int]:
-        """Sizes between the products of the feed-forward layers that there are, by their names."""
+        """Inner sizes of the kinds of feed-forward layers that the model has, by their names."""
         sizes = {"intermediate_size": self.intermediate_size}
         if self.experts is not None:
             if len(self.experts.layers) == self.num_layers:
@@ -411,12 +425,13 @@ class DecoderConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layer whose keys and values each layer reads: its own or, for layers at the end, an earlier one."""
+        """For each layer, the layer whose keys and values it reads: itself or, for some layers at the end, an
+        earlier one."""
         return tuple(range(self.num_layers))
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """Windows of the layers that keep keys and values: the first ones."""
+        """Windows of the layers that keep keys and values of their own. These come first."""
         return self.sliding_windows[: max(self.kv_layers) + 1]
 
     @property
@@ -426,13 +441,13 @@ class DecoderConfig:
 
     @property
     def keeps_logits_order(self) -> bool:
-        """Whether different products of the output head are different logits: a cap, or a divisor that is no
-        power of two, may round them to one number."""
+        """Whether the order of the logits is that of the output head's products. False: a cap, or a divisor
+        that is not a power of two, may round different products to equal logits."""
         return self.logits_softcap is None and math.frexp(self.logits_divisor)[0] == 0.5
 
     @property
     def embeds_size(self) -> int:
-        """Length of a row of an image: its embedding, and what the levels of deepstack add."""
+        """Length of an image embedding's row: the embedding, then what each deepstack level adds."""
         return self.hidden_size * (1 + self.deepstack_levels)
 
     @property
@@ -441,7 +456,8 @@ class DecoderConfig:
         return torch.float32 if self.unit_offset_norms or self.wide_norms else self.dtype
 
     def with_sliding_rope(self, windows: tuple[int | None, ...], rope: RopeConfig) -> DecoderConfig:
-        """The same with windows, and another rotary embedding in the layers that have one."""
+        """Returns this configuration with windows, and with the other rotary embedding in the layers that
+        have a window."""
         if rope.rotary_dim != self.rope.rotary_dim:
             sizes = f"{self.rope.rotary_dim} and {rope.rotary_dim}"
             raise ValueError(f"{sizes} dimensions of a head would rotate in different layers")
@@ -450,7 +466,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """The part all families share; a family's `parse_config` replaces what differs.
+        """Reads what all families have in common. A family's `parse_config` replaces what differs.
 
         Raises:
             CheckpointError: a value is missing or not supported.
@@ -489,10 +505,11 @@ class DecoderConfig:
 
 
 def windows_by_layer_type(hf: HFConfig, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
-    """Windows of each layer from `layer_types`; None where config.json has no such list.
+    """Returns each layer's window according to `layer_types`; None: config.json has no such list.
 
     Raises:
-        CheckpointError: wrong length, or a type other than full_attention and sliding_attention.
+        CheckpointError: the list has the wrong length, or a type other than full_attention and
+            sliding_attention.
     """
     types = hf.get("layer_types")
     if types is None:
@@ -511,13 +528,14 @@ def windows_by_layer_type(hf: HFConfig, num_layers: int, window: int | None) -> 
 def ropes_by_layer_type(
     hf: HFConfig, theta: Any, sliding_theta: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope parameters of the layers that see everything and of those with a window.
+    """Returns the rope parameters of full-attention layers, and those of layers with a window.
 
     Args:
-        theta: of the former, where the file states none for them; sliding_theta of the latter.
+        theta: theta of full-attention layers if the file states none.
+        sliding_theta: theta of layers with a window if the file states none.
 
     Raises:
-        CheckpointError: rope_parameters holds anything but an object for each type.
+        CheckpointError: rope_parameters holds something other than an object for each type.
     """
     by_type = hf.get("rope_parameters", {})
     if not isinstance(by_type, dict) or not all(isinstance(value, dict | None) for value in by_type.values()):
@@ -529,8 +547,8 @@ def ropes_by_layer_type(
 
 
 def layers_without_rope(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers without rotary embedding: those with a 0 in `no_rope_layers`, or else every
-    `no_rope_layer_interval`th. Raises CheckpointError."""
+    """Returns the layers without rotary embedding: those with a 0 in `no_rope_layers`. Without that key,
+    every `no_rope_layer_interval`th layer. Raises CheckpointError."""
     flags = hf.get("no_rope_layers")
     if not flags:
         interval = hf.require_int("no_rope_layer_interval", 4)

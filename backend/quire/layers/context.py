@@ -1,4 +1,4 @@
-"""LayerContext: what a layer computes a step with, besides hidden states."""
+"""LayerContext: a layer's inputs in one step, besides hidden states."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from quire_kernels.quantized_kv import KVLayer
 
 
 class AdapterStep(NamedTuple):
-    """The adapters of a step in which some token has one."""
+    """Adapters of a step. At least one token has one."""
 
     slots: torch.Tensor
-    """int32 [num_tokens]: where each token's adapter lies, -1: it has none."""
+    """int32 [num_tokens]: slot of each token's adapter; -1: the token has no adapter."""
     used: frozenset[int] | None
-    """The slots among them; None: they may be any, as the step is recorded."""
+    """Slots that occur in `slots`; None: any may occur, because the step is recorded as a CUDA graph."""
 
 
 class LayerContext(NamedTuple):
-    """One layer's part of a step; layers ignore what they have no use for."""
+    """One layer's inputs in a step besides hidden states. A layer ignores those that it does not need."""
 
     cos: torch.Tensor
-    """float32 [num_tokens, rotary_dim // 2] of the layer's kind of rotary embedding, as is `sin`."""
+    """float32 [num_tokens, rotary_dim // 2]: cosines of the layer's rotary embedding. `sin` holds the
+    sines."""
     sin: torch.Tensor
     kv_layer: KVLayer
-    """View of the layer's KV cache: written for the new tokens, read for all. A layer with a state gets the
-    bytes of all states, uint8 [num_blocks, at least state_bytes]."""
+    """View of the layer's KV cache. The layer writes the new tokens' keys and values, and reads those of the
+    whole context. For a layer with a state: uint8 [num_blocks, at least state_bytes], the states."""
     meta: AttentionMetadata
-    """Metadata of the layer's KV group: which tokens belong together, and where their past is. A layer with a
-    state finds it in the blocks `block_table` [num_seqs, 1], and leaves it there as it is after the new
-    tokens. Where a sequence has no other tokens the layer begins with zeros, whatever is there."""
+    """Metadata of the layer's KV group: each sequence's new tokens, and the blocks with its past. For a layer
+    with a state, `block_table` [num_seqs, 1] names the block whose state the layer reads and then overwrites.
+    If a sequence has new tokens only, the layer starts from zeros and ignores the block's content."""
     adapters: AdapterStep | None = None
     query_factors: torch.Tensor | None = None
-    """float32 [num_tokens]; see `QueryScaling`. None: queries are not scaled."""
+    """float32 [num_tokens]: factors of the queries, see `QueryScaling`; None: queries are not scaled."""
     per_layer: torch.Tensor | None = None
-    """[num_tokens, per_layer_size], where the model has such."""
+    """[num_tokens, per_layer_size]: the layer's additional input; None: the model has none."""

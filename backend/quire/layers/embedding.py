@@ -17,21 +17,23 @@ from quire_kernels.weights import PackedLinear
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id, an output head, or both of one table.
+    """Embedding table, output head, or both from one table.
 
     Args:
-        scale: what looked-up rows (not logits) are multiplied by.
+        scale: factor of looked-up rows, but not of logits; None: 1.
         is_looked_up: whether rows are looked up.
         is_head: whether logits are computed.
-        ranks: who divide the vocabulary among them.
+        ranks: tensor-parallel ranks, which divide the vocabulary.
     """
 
     tensors: LayerTensors
     """Tensors that the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
-    """The table as output head, whose rows are looked up unless there is a `table`; none before `pack`."""
+    """The table packed as output head. Rows are looked up in it unless `table` is set. It does not exist
+    before `pack`."""
     table: torch.Tensor | None
-    """See `LayerTensors.table`; none before `pack`."""
+    """Matrix in which rows are looked up, see `LayerTensors.table`; None: `packed` is used. It does not exist
+    before `pack`."""
 
     def __init__(
         self,
@@ -51,7 +53,8 @@ class Embedding(nn.Module):
         self.scale = scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [num_tokens] to [num_tokens, size]; ids are within the vocabulary (checked at admission)."""
+        """Returns the rows [num_tokens, size] of int64 token ids [num_tokens]. Ids must be within the
+        vocabulary; admission checks that."""
         if self.ranks.size > 1:
             begin, end = self._bounds
             is_own = (token_ids >= begin) & (token_ids < end)
@@ -65,26 +68,26 @@ class Embedding(nn.Module):
         return self.packed.rows(token_ids) if self.table is None else F.embedding(token_ids, self.table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, size] to float32 [n, vocab_size]."""
+        """Returns float32 logits [n, vocab_size] of hidden states [n, size]."""
         return self.ranks.concat(self.packed(hidden, torch.float32), self.vocab_size)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: `ops.argmax` of the logits of hidden [n, size]."""
+        """Returns `ops.argmax` of the logits, int64 [n], of hidden states [n, size]."""
         if self.ranks.size > 1:
             return ops.argmax(self.logits(hidden))
         return self.packed.argmax(hidden)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
-        """Makes the tensors that a scheme has for the table; `path` is its name."""
+        """Makes the tensors that a scheme stores for the table. `path` is the table's name."""
         begin, end = self._bounds
         self.tensors = scheme.table(path, end - begin, self.size, is_head=self.is_head, dtype=self.dtype)
 
     def pack(self) -> None:
-        """Brings the loaded tensors into the form that computes."""
+        """Packs the loaded tensors."""
         self.set_packed(self.tensors.pack(None), self._kept_table())
 
     def set_packed(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
-        """Computes with what `pack` made of the same tensors before."""
+        """Uses weights that `pack` made earlier from the same tensors."""
         self.packed, self.table = packed, table
         del self.tensors
 
@@ -94,13 +97,13 @@ class Embedding(nn.Module):
         return self.packed.nbytes + (0 if self.table is None else self.table.nbytes)
 
     def packed_bytes(self, device_type: str) -> int:
-        """Bytes that the weights will have on such a device once they are packed, about."""
+        """Estimates the bytes of the packed weights on this type of device."""
         table = self._kept_table()
         return self.tensors.packed_bytes(None, device_type) + (0 if table is None else table.nbytes)
 
     def weights(self) -> Iterator[Weight]:
-        """Weights to be filled, one for each of the table's tensors; raises ConfigError where ranks cannot
-        divide one."""
+        """Yields the weights to be filled, one for each of the table's tensors; raises ConfigError if the
+        ranks cannot divide one."""
         for tensor in self.tensors.stored():
             part = None
             if self.ranks.size > 1:

@@ -1,5 +1,5 @@
-"""Gated DeltaNet: linear attention whose past is a state of fixed size (arXiv 2412.06464), as Qwen3-Next has
-it in most of its layers."""
+"""Gated DeltaNet: linear attention whose past is a state of fixed size (arXiv 2412.06464). Most layers of
+Qwen3-Next have it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from quire_kernels import ops
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape:
-    """Sizes of a layer with gated DeltaNet."""
+    """Sizes of a gated DeltaNet layer."""
 
     num_key_heads: int
     num_heads: int
-    """Heads of values, and of the state; a multiple of `num_key_heads`."""
+    """Number of value heads, each with a state; a multiple of `num_key_heads`."""
     key_dim: int
     value_dim: int
     num_taps: int
-    """Inputs that the convolution before the rule sees, the token's own included."""
+    """Tokens that the convolution covers, the current one included."""
     interleaved: bool
-    """Whether a checkpoint holds the projections as `in_proj_qkvz` and `in_proj_ba`, key head by key head;
-    else each has a tensor of its own."""
+    """Whether a checkpoint stores the projections as `in_proj_qkvz` and `in_proj_ba`, interleaved by key
+    head. If not, each projection has its own tensor."""
 
     @classmethod
     def from_hf(cls, hf: HFConfig, *, interleaved: bool) -> DeltaShape:
@@ -54,26 +54,27 @@ class DeltaShape:
 
     @property
     def key_size(self) -> int:
-        """Size of the keys of all heads, and of the queries."""
+        """Size of all heads' keys together, which is also the size of all queries."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Size of the values of all heads."""
+        """Size of all heads' values together."""
         return self.num_heads * self.value_dim
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of the convolution's channels: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     @property
     def rule_bytes(self) -> int:
-        """Bytes of the heads' states, which are float32 in any model."""
+        """Bytes of all heads' states, which are always float32."""
         return 4 * self.num_heads * self.key_dim * self.value_dim
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a layer's state: the heads', and behind them the last inputs of the convolution."""
+        """Returns the bytes of a layer's state: the heads' states, then the last inputs of the
+        convolution."""
         return self.rule_bytes + (self.num_taps - 1) * self.num_channels * dtype.itemsize
 
     def num_weights(self, hidden_size: int) -> int:
@@ -83,11 +84,11 @@ class DeltaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(DecoderConfig):
-    """A decoder some of whose layers have gated DeltaNet; the output of the others' attention has a gate."""
+    """Configuration of a decoder with gated DeltaNet in some layers and gated attention in the others."""
 
     delta: DeltaShape
     delta_layers: tuple[int, ...]
-    """The layers with gated DeltaNet."""
+    """Indices of the layers with gated DeltaNet."""
 
     def layer_weights(self, num_experts: int) -> int:
         """See DecoderConfig."""
@@ -99,7 +100,7 @@ class HybridConfig(DecoderConfig):
 
 
 class Convolution(nn.Module):
-    """Taps of a causal convolution of each channel."""
+    """Weights of a causal convolution of each channel."""
 
     def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -114,10 +115,11 @@ class Convolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, a short convolution, the gated delta rule, a norm of each head, a gate, and a projection.
+    """Gated DeltaNet layer: input projections, a short convolution, the gated delta rule, a norm per head, an
+    output gate, and the output projection.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -142,7 +144,8 @@ class GatedDeltaNet(nn.Module):
         self.out = Linear(config, shape.value_size, {"out_proj": size}, parallel="row", bias=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same; brings the sequences' states behind their new tokens."""
+        """Computes [num_tokens, hidden_size] in the same shape, and updates the sequences' states with their
+        new tokens."""
         shape, meta, memory = self.shape, context.meta, context.kv_layer
         assert isinstance(memory, torch.Tensor)
         end = shape.state_bytes(x.dtype)
@@ -171,7 +174,8 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def _project(self, x: torch.Tensor, adapters: AdapterStep | None) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values, behind each other; the gate of the output; and the rule's `b` and `a`."""
+        """Returns the queries, keys and values in one tensor, the output gate, and the inputs `b` and `a` of
+        the rule."""
         shape, y, gates = self.shape, self.inputs(x, adapters), self.gates(x, adapters)
         if not shape.interleaved:
             return (*y.split([shape.num_channels, shape.value_size], 1), *gates.chunk(2, 1))

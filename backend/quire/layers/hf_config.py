@@ -1,4 +1,5 @@
-"""config.json as a mapping that knows its file, so that every complaint names it. No torch in here."""
+"""HFConfig: config.json as a mapping that knows its file, so that every error names it. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ from quire_common.gguf_file import GGUFFile
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """A JSON object, or list, from a file.
+    """Reads a JSON object or list from a file.
+
+    Args:
+        path: the file.
+        kind: dict or list.
 
     Raises:
-        CheckpointError: missing, unreadable, not JSON, of another kind; names the file.
+        CheckpointError: the file is missing or unreadable, is not JSON, or holds another kind of value. The
+            message names the file.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -39,7 +45,7 @@ _OUTER_KEYS = (
     "eos_token_id",
     "vision_config",
 )
-"""Keys that concern the whole of a multimodal checkpoint, its text part included."""
+"""Keys outside `text_config` that apply to the text part too."""
 
 _SIZES = {
     "vocab_size",
@@ -50,7 +56,7 @@ _SIZES = {
     "num_key_value_heads",
     "max_position_embeddings",
 }
-"""Keys of a text part of which none is missing where a file states all there is."""
+"""Keys that a text part needs. If one is missing, the file states only what differs from the defaults."""
 
 
 MAX_SIZE = 2**24
@@ -60,7 +66,7 @@ MAX_HEADS = 2**16
 
 
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
-    """A text_config with the defaults of its model_type; raises CheckpointError."""
+    """Fills a text_config's missing keys with the defaults of its model_type; raises CheckpointError."""
     from transformers import CONFIG_MAPPING
 
     model_type = text.get("model_type", "llama")
@@ -74,14 +80,14 @@ def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Keys of a Hugging Face config.json (or what a GGUF file says, under the same keys)."""
+    """Keys of a Hugging Face config.json, or a GGUF file's metadata under the same keys."""
 
     path: Path
     values: dict[str, Any]
     gguf: GGUFFile | None = None
-    """The file that says so."""
+    """GGUF file that the keys come from; None: they come from config.json."""
     unused: tuple[str, ...] = ()
-    """Keys of a GGUF file's head about the model, without effect here."""
+    """Keys of a GGUF file's metadata about the model that are not used."""
 
     @classmethod
     def read(cls, directory: Path) -> HFConfig:
@@ -104,53 +110,55 @@ class HFConfig:
         return cls(path, {**text, **outer})
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or the default where the key is missing or null."""
+        """Returns the value, or the default if the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def with_defaults(self, **values: Any) -> HFConfig:
-        """The same file with values for keys that it does not have; a null stays one."""
+        """Returns this config with values for keys that are missing. A null is kept."""
         return self.replace(**{**values, **self.values})
 
     def replace(self, **values: Any) -> HFConfig:
-        """The same file with other values."""
+        """Returns this config with some values replaced."""
         return HFConfig(self.path, {**self.values, **values})
 
     def require_int(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """A positive whole number, or the default where the key is missing or null; raises CheckpointError
-        naming key and file."""
+        """Returns a positive whole number, or the default if the key is missing or null. Raises
+        CheckpointError, which names the key and the file."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
         return value
 
     def whole(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
-        """The same, or 0."""
+        """Returns 0 or a positive whole number, or the default if the key is missing or null. Raises
+        CheckpointError."""
         return 0 if self.get(key, default) in (0, None) else self.require_int(key, default, most=most)
 
     def number(self, key: str, default: float | None) -> float:
-        """A finite number that is not negative; the default, if any, where the key is missing or null. Raises
-        CheckpointError naming key and file."""
+        """Returns a finite number of at least 0, or the default, if any, if the key is missing or null.
+        Raises CheckpointError, which names the key and the file."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise self.error(f"{key} must be a number that is not negative, got {value!r:.40}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false, or the default where the key is missing or null; raises CheckpointError naming key
-        and file."""
+        """Returns true or false, or the default if the key is missing or null. Raises CheckpointError, which
+        names the key and the file."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(f"{key} must be true or false, got {value!r:.40}")
         return value
 
     def error(self, message: str) -> CheckpointError:
-        """The error to raise for something wrong in this file; one line, whatever is put into it."""
+        """Returns the error to raise for a wrong value in this file. Its message is one line, whatever
+        `message` contains."""
         return CheckpointError(f"{self.path}: {in_line(message)}")
 
     @property
     def architecture(self) -> str:
-        """The class name under `architectures`; raises CheckpointError without one."""
+        """Returns the class name under `architectures`; raises CheckpointError if there is none."""
         names = self.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise self.error(f"architectures must name the model's class, got {names!r}")

@@ -1,17 +1,18 @@
 """Multi-head latent attention over the paged KV cache (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are linear functions of one latent per token, and a rotated part of the keys is
-the same for all heads; the cache holds these two alone. What a head makes of the latent (`kv_b_proj`: keys by
-W_UK, values by W_UV) can be applied on either side:
+The cache holds a latent per token, and a rotated part of the keys that is the same for all heads. Every
+head's value, and the rest of its key, are linear functions of the latent (`kv_b_proj`: keys by W_UK, values
+by W_UV). These matrices can be applied in two ways:
 
-- absorbed: a head's query becomes W_UK^T q, so that its scores are those of one key of all heads, the cached
-  vector, whose latent is the value too; of the weighted latents W_UV makes the head's values. This is
-  attention with one KV head.
-- expanded: keys and values of all heads are made of the context's latents, for ordinary attention.
+- absorbed: W_UK^T is applied to a head's query, whose scores are then computed with the cached vector
+  directly. The cached latent is also the value, and W_UV is applied to the weighted sum. This is attention
+  with one KV head.
+- expanded: keys and values of all heads are computed from the context's latents, for ordinary attention.
 
-What a new token and one that it sees cost grows with the latent in the first form, and with a head in the
-second, which has to make the whole context's keys and values first: that pays for long chunks of prompts. On
-a CPU all is absorbed: one form has other bits than the other, and a token's must not depend on its chunk.
+For each new token and each token that it sees, the absorbed form costs work in proportion to the latent's
+size, the expanded form in proportion to a head's. But the expanded form first computes the keys and values of
+the whole context, which only pays for long chunks of prompts. On a CPU everything is absorbed: the two forms
+round differently, and a token's bits must not depend on how its prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.weights import PackedHeads
 
 _NORM_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever config.json says of the others."""
+"""Epsilon of the latents' norms; config.json's epsilon applies to the other norms only."""
 EXPANDED_BYTES = 2**30
-"""Most memory for keys and values of a step's expanded contexts; with more, a step is absorbed."""
+"""Most bytes for the keys and values of a step's expanded contexts. A step that would need more is
+absorbed."""
 
 
 class UpProjection(Linear):
-    """`kv_b_proj`, keys and values of all heads; quantised only where the checkpoint has it so."""
+    """`kv_b_proj`: computes keys and values of all heads. It is quantised only if the checkpoint's is."""
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
         """See Linear."""
@@ -46,17 +48,19 @@ class UpProjection(Linear):
 
 
 class Part(NamedTuple):
-    """Some sequences of a batch."""
+    """Part of a batch: the sequences computed in expanded form, or those computed in absorbed form."""
 
     rows: torch.Tensor
-    """int64 [n]: batch rows of their new tokens."""
+    """int64 [n]: batch rows of the sequences' new tokens."""
     meta: AttentionMetadata
     blocks: torch.Tensor
-    """int64 [num_blocks]: those of their contexts, one sequence after the other, which `meta` numbers so."""
+    """int64 [num_blocks]: blocks of the sequences' contexts, one sequence after the other. For the expanded
+    form, `meta` numbers blocks in this order."""
 
 
 class LatentAttention(nn.Module):
-    """Projections through latents and their norms, rotary embedding, cache write and paged attention."""
+    """Multi-head latent attention: projections through latents, norms, rotary embedding, cache write and
+    paged attention."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -92,10 +96,10 @@ class LatentAttention(nn.Module):
             config, config.attended_size, {"o_proj": config.hidden_size}, parallel="row", bias=config.out_bias
         )
         self.least_expanded: int | None = None
-        """New tokens of a sequence from which on its context is expanded; None: never."""
+        """Least number of new tokens for which a sequence is expanded; None: none is."""
 
     def finish(self, device_type: str) -> None:
-        """Makes what absorbs `kv_b_proj`, once it is packed."""
+        """Makes the matrices of the absorbed form from `kv_b_proj`, once that is packed."""
         latent, dtype = self.latent, self.kv_up.dtype
         # Of whatever format it is: the matrix is what it makes of ones.
         ones = torch.eye(latent.kv_rank, dtype=dtype, device=self.kv_a_layernorm.weight.device)
@@ -117,7 +121,8 @@ class LatentAttention(nn.Module):
         return numbers * self.kv_up.dtype.itemsize
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same; writes the new tokens' latents into the cache."""
+        """Computes attention of [num_tokens, hidden_size] in the same shape, and writes the new tokens'
+        latents to the cache."""
         kv_layer, meta, adapters = context.kv_layer, context.meta, context.adapters
         latent = self.latent
         kv_size = latent.kv_rank + latent.rope_dim
@@ -154,7 +159,8 @@ class LatentAttention(nn.Module):
         meta: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Attention of queries [n, num_heads, nope_dim] and their rotated parts, over latents; into `out`."""
+        """Computes the absorbed form into `out`, for queries [n, num_heads, nope_dim] and their rotated
+        parts."""
         rank = self.latent.kv_rank
         latent_query = query.new_empty((*query.shape[:2], rank + rotary.shape[2]))
         self.absorb(query, latent_query[..., :rank])
@@ -167,7 +173,7 @@ class LatentAttention(nn.Module):
     def _expanded(
         self, query: torch.Tensor, rotary: torch.Tensor, kv_layer: KVLayer, part: Part
     ) -> torch.Tensor:
-        """The same over keys and values of all heads, [n, num_heads, value_dim]."""
+        """Computes the expanded form, with arguments as in `_absorbed`. Returns [n, num_heads, value_dim]."""
         latent = self.latent
         cached = data_of(kv_layer)[part.blocks, 0, 0]  # [num_blocks, block_size, kv_rank + rope_dim]
         expanded = self.kv_up.packed(cached[..., : latent.kv_rank].flatten(0, 1))
@@ -189,13 +195,14 @@ class LatentAttention(nn.Module):
 
     @property
     def head_size(self) -> int:
-        """Size of an expanded key or value: the larger of both, in whole vectors of every kernel."""
+        """Padded size of an expanded key or value: the larger of the two, rounded up to a multiple of 32 for
+        the kernels."""
         latent = self.latent
         return -(-max(latent.nope_dim + latent.rope_dim, latent.value_dim) // 32) * 32
 
     def _split(self, meta: AttentionMetadata, block_size: int) -> tuple[Part | None, Part | None]:
-        """Sequences of a batch that are expanded, and the others, which are absorbed (None: there are none);
-        (None, None): all are absorbed."""
+        """Divides a batch's sequences into (those to expand, those to absorb). The second is None if all are
+        expanded; both are None if all are absorbed."""
         least = self.least_expanded
         # Recorded pieces end at one attention, over the cache.
         if least is None or meta.interrupt is not None or meta.max_query_len < least:
@@ -217,7 +224,8 @@ class LatentAttention(nn.Module):
 
 
 def _part(meta: AttentionMetadata, sequences: list[int], block_size: int, *, renumber: bool) -> Part:
-    """Some sequences of a batch; `renumber`: with blocks 0, 1, ... in the place of their own."""
+    """Makes the Part of some of a batch's sequences. `renumber`: number their blocks 0, 1, ... instead of by
+    block id."""
     device = meta.block_table.device
     starts = [0]
     for length in meta.query_lens:

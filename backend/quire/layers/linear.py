@@ -1,4 +1,4 @@
-"""Linear layers, whose tensors may be those of several parts of a checkpoint, joined."""
+"""Linear layers. One layer may join several parts that a checkpoint stores separately."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from quire_kernels.weights import PackedLinear
 
 
 class Part(NamedTuple):
-    """Where a rank's part lies in a tensor that the ranks divide."""
+    """Position of this rank's part in a tensor that the ranks divide."""
 
     dim: int
-    """Dimension that is divided."""
+    """Dimension along which the tensor is divided."""
     begin: int
-    """Index of the first of its elements there."""
+    """First index of the part along `dim`."""
     whole: int
-    """Size of the dimension."""
+    """Size of the whole tensor along `dim`."""
 
 
 class Weight(NamedTuple):
-    """Memory that one tensor of a checkpoint fills."""
+    """Memory to be filled by one tensor of a checkpoint."""
 
     name: str
     memory: torch.Tensor
     part: Part | None = None
-    """This rank's part of the tensor; None: the whole."""
+    """Position of this rank's part in the tensor; None: this rank has the whole tensor."""
 
 
 class PartSlots:
-    """Memory for the adapters of one part of a layer: of each slot A [max_rank, in_features] and B
-    [out_features, max_rank], zeros where an adapter has less."""
+    """Memory for the adapters of one part of a layer. Each slot has A [max_rank, in_features] and B
+    [out_features, max_rank], padded with zeros if the adapter's rank is smaller."""
 
     def __init__(
         self, num_slots: int, max_rank: int, in_features: int, out_features: int, like: dict[str, Any]
@@ -46,17 +46,17 @@ class PartSlots:
         self.a = torch.zeros((num_slots, max_rank, in_features), **like)
         self.b = torch.zeros((num_slots, out_features, max_rank), **like)
         self.filled = bytearray(num_slots)
-        """1: the slot's adapter changes this part."""
+        """One byte per slot; 1: the slot's adapter changes this part."""
 
     def clear(self, slot: int) -> None:
-        """Makes it add nothing."""
+        """Removes the slot's adapter from this part."""
         if self.filled[slot]:
             self.a[slot].zero_()
             self.b[slot].zero_()
             self.filled[slot] = 0
 
     def fill(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Takes A [rank, in_features] and B [out_features, rank], the slot being clear."""
+        """Copies A [rank, in_features] and B [out_features, rank] into a slot that is clear."""
         self.a[slot, : a.shape[0]].copy_(a, non_blocking=True)
         self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
         self.filled[slot] = 1
@@ -71,22 +71,22 @@ class PartSlots:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, with W of one or several named parts that share the input.
+    """Linear layer y = x W^T + b. W may join several named parts with the same input.
 
-    Merging (q, k, v; gate and up) makes one large product of several small ones. The output holds the parts
-    behind each other, in the order given.
+    Joining (q, k, v; gate and up) makes one large product of several small ones. The output holds the parts'
+    outputs in the given order.
 
     Args:
-        config: of the model: its type.
-        in_features: size of the input.
+        config: the model's configuration.
+        in_features: input features.
         parts: output features of each part, by its name in the checkpoint.
-        parallel: what tensor-parallel ranks divide: the output features of each part ("column"), which the
-            next layer then takes divided, or the input features ("row"): the sum of what the ranks compute is
-            the result. None: nothing, each rank has the whole.
+        parallel: how tensor-parallel ranks divide the layer. "column": the output features of each part are
+            divided, and so is the next layer's input. "row": the input features are divided, and the result
+            is the sum over the ranks. None: each rank has the whole layer.
         bias: whether every part has a bias.
-        activation: of two parts of one size, gate and up: the result is activation(gate) * up. See
+        activation: for two parts of equal size, gate and up: the result is activation(gate) * up. See
             `ops.pack_linear`.
-        num_parts: into how many a part is divided, by its name; else each rank has one of its own.
+        num_parts: number of pieces into which the ranks divide a part, by its name; by default, one per rank.
 
     Sizes are this rank's.
     """
@@ -94,7 +94,7 @@ class Linear(nn.Module):
     tensors: LayerTensors
     """Tensors that the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
-    """Weights in the form that computes; there are none before `pack`."""
+    """Packed weights. They do not exist before `pack`."""
 
     def __init__(
         self,
@@ -113,15 +113,16 @@ class Linear(nn.Module):
         self.in_features, self.parts, self.bias, self.dtype = in_features, dict(parts), bias, config.dtype
         self.parallel, self.activation = parallel, activation
         self.slots: list[PartSlots] = []
-        """Slots for adapters of each part; empty where there are none. See `worker/adapter_memory.py`."""
+        """Adapter slots of each part; empty: there are none. See `worker/adapter_memory.py`."""
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
-        """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
+        """Maps x [num_tokens, in_features] to [num_tokens, size]. The size is the sum of the parts' sizes, or
+        half of that with an activation."""
         y = self._compute(x, adapters)
         return self.ranks.sum(y) if self.parallel == "row" else y
 
     def _compute(self, x: torch.Tensor, adapters: AdapterStep | None) -> torch.Tensor:
-        """This rank's part of `forward`."""
+        """Computes this rank's part of `forward`."""
         if adapters is None or not any(part.is_used(adapters) for part in self.slots):
             return self.packed(x)
         # Float32 in between, as where the activation is of the product: rows without adapter keep their bits.
@@ -136,7 +137,8 @@ class Linear(nn.Module):
         return y if self.activation is None else ops.gate_mul(y, self.activation).to(x.dtype)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
-        """Makes the tensors that a scheme has for the layer; its parts are named beside `path`, its own."""
+        """Makes the tensors that a scheme stores for the layer. `path` is the layer's name; its parts are
+        siblings of it."""
         prefix = path.rpartition(".")[0]
         self.tensors = scheme.layer(
             [f"{prefix}.{part}" for part in self.parts],
@@ -147,7 +149,7 @@ class Linear(nn.Module):
         )
 
     def pack(self) -> None:
-        """Brings the loaded tensors into the form that computes."""
+        """Packs the loaded tensors."""
         if self.parallel == "row" and self.ranks.rank:
             for tensor in self.tensors.stored():
                 if tensor.name.endswith(".bias"):
@@ -155,7 +157,7 @@ class Linear(nn.Module):
         self.set_packed(self.tensors.pack(self.activation))
 
     def set_packed(self, packed: PackedLinear) -> None:
-        """Computes with what `pack` made of the same tensors before."""
+        """Uses weights that `pack` made earlier from the same tensors."""
         self.packed = packed
         del self.tensors
 
@@ -165,11 +167,11 @@ class Linear(nn.Module):
         return self.packed.nbytes
 
     def packed_bytes(self, device_type: str) -> int:
-        """Bytes that the weights will have on such a device once they are packed, about."""
+        """Estimates the bytes of the packed weights on this type of device."""
         return self.tensors.packed_bytes(self.activation, device_type)
 
     def make_slots(self, num_slots: int, max_rank: int, device: torch.device) -> None:
-        """Takes memory for adapters, once it is packed."""
+        """Allocates adapter slots for a packed layer."""
         like = {"dtype": self.dtype, "device": device}
         self.slots = [
             PartSlots(num_slots, max_rank, self.in_features, size, like) for size in self.parts.values()
@@ -178,7 +180,7 @@ class Linear(nn.Module):
             self._ungated = self.packed.ungated()
 
     def weights(self) -> Iterator[Weight]:
-        """Weights to be filled, one for each of the parts' tensors."""
+        """Yields the weights to be filled, one for each tensor of each part."""
         ranks = self.ranks
         for name, memory, out_dim, in_dim in self.tensors.stored():
             dim = {"column": out_dim, "row": in_dim, None: None}[self.parallel]

@@ -11,12 +11,12 @@ from quire.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product.
+    """Gated feed-forward layer: down(activation(gate(x)) * up(x)), with gate and up in one product.
 
     Args:
-        config: of the model.
-        inner: size between the products.
-        names: of gate, up and down in the checkpoint.
+        config: the model's configuration.
+        inner: inner size.
+        names: names of gate, up and down in the checkpoint.
     """
 
     def __init__(
@@ -33,6 +33,6 @@ class GatedMLP(nn.Module):
         self.down = Linear(config, inner, {down: size}, parallel="row", bias=bias)
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same."""
+        """Maps [num_tokens, hidden_size] to the same shape."""
         out: torch.Tensor = self.down(self.gate_up(x, adapters), adapters)
         return out

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token is computed by a few of a layer's feed-forward parts."""
+"""Mixture of experts: a few of a layer's feed-forward parts compute each token."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from quire_kernels import ops
 from quire_kernels.weights import PackedExperts
 
 SHARED_GATE = "shared_expert_gate"
-"""Name of what gates a shared expert, in checkpoints."""
+"""Name in checkpoints of the shared expert's gate."""
 
 
 class Routes(NamedTuple):
-    """Where tokens go."""
+    """The experts of each token, and their shares."""
 
     experts: torch.Tensor
-    """int64 [num_tokens, num_routes]."""
+    """int64 [num_tokens, num_routes]: numbers of each token's experts."""
     shares: torch.Tensor
-    """float32 of that shape: what the experts' results are multiplied by before they are added."""
+    """float32 [num_tokens, num_routes]: factor of each expert's result in the sum."""
 
 
 class Router(Linear):
-    """Chooses the experts of each token: those of the largest scores."""
+    """Router: chooses the experts with the largest scores for each token."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, name: str) -> None:
         parts = {name: experts.num_experts}
@@ -47,25 +47,27 @@ class Router(Linear):
         super().allocate(scheme.of_routers, path)
 
     def forward(self, x: torch.Tensor) -> Routes:  # type: ignore[override]
-        """[num_tokens, hidden_size] to the routes, by logits that are not rounded to x's type."""
+        """Returns the routes of x [num_tokens, hidden_size]. The logits are float32, and are not rounded to
+        x's type."""
         logits = self.packed(x, torch.float32)
         return Routes(*ops.route(logits, self.routing, self.e_score_correction_bias))
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of what a token's experts make of it; see `ops.pack_experts`.
+    """Mixture-of-experts layer: a token's result is the weighted sum of its experts' results; see
+    `ops.pack_experts`.
 
-    A shared expert is one more, whose share is 1 or a gate's.
+    A shared expert counts as one more expert of every token. Its share is 1, or computed by a gate.
 
     Args:
-        config: of the model.
-        experts: its part about experts.
-        names: of an expert's gate, up and down in the checkpoint.
-        router_name: of the router in the checkpoint.
+        config: the model's configuration.
+        experts: the configuration of its experts.
+        names: names of an expert's gate, up and down in the checkpoint.
+        router_name: name of the router in the checkpoint.
     """
 
     packed: PackedExperts
-    """Experts in the form that computes; there are none before `finish`."""
+    """Packed experts. They do not exist before `finish`."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = GatedMLP(config, experts.shared_size, names)
 
     def finish(self, device_type: str) -> None:
-        """Joins the experts, once their layers are packed."""
+        """Joins the experts into one operator, once their layers are packed."""
         gate_up, down = [], []
         for expert in (*self.experts, *filter(None, [self.shared_experts])):
             assert isinstance(expert, GatedMLP)
@@ -93,11 +95,12 @@ class MixtureOfExperts(nn.Module):
         self.packed = ops.pack_experts(gate_up, down, device_type=device_type, dtype=self.gate.dtype)
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same; no adapter changes experts or their router."""
+        """Maps [num_tokens, hidden_size] to the same shape. Adapters do not change experts or their
+        router."""
         return self.gate.ranks.sum(self.packed(x, *self.gate(x)))
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of the packed weights that a step with one token does not read."""
+        """Bytes of packed weights that a step with a single token does not read."""
         each = [one.packed.nbytes for one in self.experts[0].modules() if isinstance(one, Linear)]
         return (len(self.experts) - self.gate.routing.num_chosen) * sum(each)

@@ -10,10 +10,10 @@ from quire_kernels import ops
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned scale, over the last dimension.
+    """Root-mean-square normalisation over the last dimension, with a learned scale.
 
-    A float32 scale over a narrower x multiplies before the result is rounded to x's type (as Gemma does it),
-    one of x's type after that (as Llama does it).
+    If the scale is float32 and x narrower, the product is rounded to x's type (as in Gemma). If the scale has
+    x's type, x is rounded before it is multiplied (as in Llama).
     """
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
@@ -22,13 +22,14 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The normalised x, in its shape and type."""
+        """Returns the normalised x, in its shape and type."""
         if x.dtype == self.weight.dtype:
             return ops.rms_norm(x, self.weight, self.eps)
         return ops.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalised sum, sum) of x and the residual stream, which is None before the first layer."""
+        """Returns (normalised sum, sum) of x and the residual stream. A residual of None, before the first
+        layer, counts as zero."""
         if residual is None:
             return self(x), x
         if x.dtype == self.weight.dtype:
@@ -38,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class UnitNorm(RMSNorm):
-    """The same without a learned scale: a checkpoint has nothing for it."""
+    """RMSNorm without a learned scale. Checkpoints store nothing for it."""
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__(config, size)

@@ -1,4 +1,4 @@
-"""Pooling: how a checkpoint's embeddings are made of its last hidden states."""
+"""Pooling: how a checkpoint's embeddings are computed from its last hidden states."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _KINDS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the hidden states after the final norm become an embedding.
+    """How an embedding is computed from the hidden states after the final norm.
 
-    The defaults are for checkpoints that state nothing. They make what is custom for decoders: the last
-    token's hidden state, brought to length 1.
+    The defaults apply to checkpoints that state nothing: the last token's hidden state, normalised to length
+    1, as is usual for decoders.
     """
 
     is_mean: bool = False
-    """The mean over all tokens; else the last token's."""
+    """Whether the embedding is the mean over all tokens; if not, it is the last token's hidden state."""
     normalizes: bool = True
-    """Whether the vector is brought to length 1, behind a cut to fewer dimensions."""
+    """Whether the embedding is normalised to length 1. That is done after it is cut to fewer dimensions."""
     why_not: str = ""
-    """Why there are no embeddings; empty: there are."""
+    """Reason why embeddings are not supported; empty: they are."""
 
 
 def read_pooling(checkpoint: Path) -> Pooling:
-    """Reads the pooling that sentence-transformers' modules.json and the config.json that it names state.
+    """Reads how a checkpoint pools, from sentence-transformers' modules.json and the config.json files that
+    it names.
 
-    A checkpoint whose pooling is not supported serves everything but embeddings; `why_not` says why.
+    A checkpoint with unsupported pooling serves everything but embeddings; `why_not` gives the reason.
 
     Args:
-        checkpoint: directory, or a file, which states nothing.
+        checkpoint: a directory, or a file, for which the defaults apply.
 
     Raises:
         CheckpointError: a file is broken.
@@ -65,7 +66,7 @@ def read_pooling(checkpoint: Path) -> Pooling:
 
 
 def _folder(file: Path, name: Any) -> Path:
-    """The folder of a module that `file` names."""
+    """Returns the folder of a module that `file` names."""
     if not isinstance(name, str) or not is_name(name) or Path(name).name != name or name == "..":
         raise CheckpointError(f"{file}: {shown(name)} is not the name of a folder beside it")
     folder = file.with_name(name)

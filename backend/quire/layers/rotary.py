@@ -1,16 +1,16 @@
-"""Rotary position embedding: frequencies of every scaling type, cosines and sines of a batch.
+"""Rotary position embedding: frequencies of every scaling type, and the cosines and sines of a batch.
 
-A position's rotation never depends on the request or on the batch around it, because cached keys are rotated
-already and may be shared. Two types of scaling are defined by the length of the *sequence* in `transformers`:
+A position's rotation must not depend on the request or the batch, because cached keys are already rotated and
+may be shared. In `transformers`, two types of scaling depend on the length of the *sequence*:
 
-- `dynamic` (NTK) changes all frequencies once a sequence outgrows max_position_embeddings, and changes them
-  again with every further token, while keys cached before keep their old rotation;
+- `dynamic` (NTK) changes all frequencies once a sequence outgrows max_position_embeddings, and again with
+  every further token. Keys that were cached before keep their old rotation.
 - `longrope` changes from its short to its long factors beyond original_max_position_embeddings.
 
-Here the length that decides is the engine's `max_model_len`. Up to the original length the result is that of
-`transformers` for every sequence. Beyond it, all sequences use the frequencies that `transformers` uses for a
-sequence of `max_model_len` tokens: consistent at every position, at the price of short sequences differing
-from `transformers`, which decides for each anew.
+Here the engine's `max_model_len` decides instead. If it is at most the original length, every sequence gets
+the result of `transformers`. If it is larger, all sequences get the frequencies that `transformers` uses for
+a sequence of `max_model_len` tokens. All positions are then consistent, but short sequences differ from
+`transformers`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from quire.layers.hf_config import HFConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 MIN_NUMBER = 1e-6
-"""Least theta or factor of a scaling: angles of less have no numbers."""
+"""Least theta and least factor of a scaling. With smaller ones, angles are not finite."""
 NO_ROPE = "none"
-"""Type for layers without rotary embedding, which no file names: nothing turns."""
+"""Rope type of layers without rotary embedding. It occurs in no file."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding as config.json states it, in one form for old and new files."""
+    """Rotary embedding as config.json states it; the same form for old and new files."""
 
     rope_type: str
     theta: float
     rotary_dim: int
-    """Leading dimensions of a head that are rotated; even."""
+    """Number of leading dimensions of a head that are rotated; even."""
     max_position_embeddings: int
     original_max_position_embeddings: int
-    """Length before scaling; equals max_position_embeddings where the file states none."""
+    """Context length before scaling, in tokens; equals max_position_embeddings if the file states none."""
     parameters: dict[str, Any]
-    """The type's own keys, under their names in config.json."""
+    """Parameters of the rope type, under their names in config.json."""
     mrope_section: tuple[int, ...] | None = None
-    """M-RoPE: how many of the rotary_dim / 2 frequencies follow each of the three position axes."""
+    """M-RoPE: how many of the rotary_dim / 2 frequencies follow each of the three position axes; None: no
+    M-RoPE."""
     mrope_interleaved: bool = False
-    """M-RoPE: whether the axes take turns (t, h, w, t, h, w, ...) instead of lying behind each other."""
+    """M-RoPE: whether the axes alternate (t, h, w, t, h, w, ...) instead of following each other in
+    sections."""
     frequency_factors: tuple[float, ...] | None = None
-    """Divisors of the frequencies, rotary_dim / 2 of them: how GGUF files store llama3 scaling."""
+    """Divisors of the rotary_dim / 2 frequencies; None: there are none. GGUF files store llama3 scaling like
+    this."""
 
     @classmethod
     def from_hf(cls, hf: HFConfig, head_dim: int) -> RopeConfig:
@@ -127,15 +130,15 @@ class RopeConfig:
         )
 
     def without_rotation(self) -> RopeConfig:
-        """The same for layers in which no position turns anything."""
+        """Returns the config for layers in which nothing is rotated."""
         return replace(self, rope_type=NO_ROPE)
 
     @property
     def longest_model_len(self) -> int:
-        """Positions the scaling was made for.
+        """Number of positions that the scaling was made for.
 
-        max_position_embeddings, except where a file keeps the length before scaling there: always with
-        `dynamic`, and with `yarn` if it equals the original length.
+        This is max_position_embeddings, or a multiple if the file states the length before scaling there:
+        always with `dynamic`, and with `yarn` if it equals the original length.
         """
         factor = self.parameters.get("factor") or 1.0
         if self.rope_type == "dynamic":
@@ -146,30 +149,31 @@ class RopeConfig:
 
 
 def first_stated(*values: Any) -> Any:
-    """The first that a file states: 0 and false are stated, and wrong."""
+    """Returns the first value that the file states. 0 and false count as stated, so that they are refused
+    later."""
     return next((value for value in values if value is not None), None)
 
 
 def neighbours_apart(rows: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """Rows of heads in which neighbours (2 i, 2 i + 1) rotate together, in the order of `ops.rope`: pairs are
-    (i, i + rotary_dim / 2). What does not rotate stays."""
+    """Reorders rows of heads from pairs (2 i, 2 i + 1) to the pairs (i, i + rotary_dim / 2) of `ops.rope`.
+    Rows that do not rotate keep their places."""
     turned, rest = rows.unflatten(0, (-1, head_dim)).tensor_split([rotary_dim], 1)
     turned = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
     return torch.cat([turned, rest], 1).flatten(0, 1)
 
 
 def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Frequencies and the factor of cos and sin.
+    """Returns the frequencies, and the factor of cos and sin.
 
     Args:
         rope: type and parameters.
-        max_model_len: decides between the tables of `dynamic` and `longrope`, see the module.
+        max_model_len: decides between the tables of `dynamic` and `longrope`; see the module's docstring.
 
     Returns:
         float32 [rotary_dim / 2], radians per position; and the attention factor.
 
     Raises:
-        ValueError: the parameters make numbers that are not finite.
+        ValueError: the parameters give numbers that are not finite.
     """
     if rope.rope_type == "dynamic" and max_model_len > rope.max_position_embeddings:
         return _inverse(rope.rotary_dim, _dynamic_theta(rope, max_model_len)), 1.0
@@ -231,7 +235,8 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
             attention_factor = yarn_scale(factor, 1.0)
 
     def dimension(turns: float) -> float:
-        """The (fractional) index of the frequency that turns this often over the original context."""
+        """Returns the (fractional) index of the frequency that makes `turns` turns over the original
+        context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low = dimension(parameters.get("beta_fast") or 32)
@@ -262,15 +267,15 @@ def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of a batch's positions, once per step for all layers.
+    """Cosines and sines of a batch's positions, computed once per step for all layers.
 
-    They are looked up in a table that grows to the positions that are used (128 k of them are 64 MiB). To
-    compute them is little work, but torch does it on a second pool of threads, which then spin for a while on
-    the cores that the kernels need: 5 to 9 % of a decode step of 40 ms on two cores.
+    They are looked up in a table that grows to the largest position used (128 k positions take 64 MiB).
+    Computing them in each step is little work, but torch uses a second thread pool for it. Its threads then
+    spin on the cores that the kernels need: 5 to 9 % of a decode step of 40 ms on two cores.
 
     Args:
         rope: type and parameters.
-        max_model_len: the longest sequence that is served.
+        max_model_len: longest sequence served, in tokens.
     """
 
     frequencies: torch.Tensor
@@ -290,7 +295,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("axes", None if axes is None else axes.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [num_tokens, rotary_dim / 2].
+        """Returns cos and sin, float32 [num_tokens, rotary_dim / 2] each.
 
         Args:
             positions: int64 [num_tokens], or [3, num_tokens] (time, height, width) for M-RoPE.
@@ -299,7 +304,7 @@ class RotaryEmbedding(nn.Module):
         return cos.contiguous(), sin.contiguous()
 
     def rotations(self, positions: torch.Tensor) -> torch.Tensor:
-        """float32 [num_tokens, rotary_dim]: cosines, then sines; `positions` as of `forward`."""
+        """Returns float32 [num_tokens, rotary_dim]: cosines, then sines. `positions` as in `forward`."""
         rows = self.table_to(self._needed(positions))[positions]
         if positions.ndim == 2:
             assert self.axes is not None, "positions with three axes need an mrope_section"
@@ -307,18 +312,18 @@ class RotaryEmbedding(nn.Module):
         return rows
 
     def table_to(self, num_positions: int) -> torch.Tensor:
-        """The rotations of positions 0, 1, ..., at least so many."""
+        """Returns the table of rotations of positions 0, 1, ..., with at least `num_positions` rows."""
         if num_positions > self.table.shape[0]:
             self._grow(num_positions)
         return self.table
 
     def identity(self) -> list[Any]:
-        """Numbers that decide the rotation of a position, exactly, as JSON can hold them."""
+        """Returns the numbers that decide a position's rotation, as JSON values."""
         axes = [] if self.axes is None else self.axes.tolist()
         return [self.frequencies.tolist(), self.attention_factor, axes]
 
     def _needed(self, positions: torch.Tensor) -> int:
-        """How many rows of the table these may ask for."""
+        """Returns how many rows of the table these positions may need."""
         if positions.device.type != "cpu":
             # To look for the highest one would wait for all that runs there.
             return self.max_model_len
@@ -332,7 +337,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _mrope_axes(rope: RopeConfig) -> torch.Tensor | None:
-    """int64 [rotary_dim / 2]: the position axis each frequency follows; None without M-RoPE."""
+    """Returns int64 [rotary_dim / 2]: the position axis that each frequency follows; None: no M-RoPE."""
     if rope.mrope_section is None:
         return None
     sections = rope.mrope_section

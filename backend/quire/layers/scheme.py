@@ -1,4 +1,4 @@
-"""Schemes: which tensors a checkpoint has for a linear layer, and what they become to compute with."""
+"""Schemes: which tensors a checkpoint stores for a linear layer, and how they are packed."""
 
 from __future__ import annotations
 
@@ -13,81 +13,82 @@ from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, PackedLinear
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a checkpoint has for a part of a linear layer."""
+    """A tensor that a checkpoint stores for a part of a linear layer."""
 
     name: str
     memory: torch.Tensor
-    """Memory that the tensor fills."""
+    """Memory that the stored tensor fills."""
     out_dim: int | None
-    """Dimension of the part's output features, which ranks divide in a column-parallel layer, if any."""
+    """Dimension of the part's output features, along which ranks divide a column-parallel layer; None: it has
+    none."""
     in_dim: int | None
-    """Dimension of the input features, which ranks divide in a row-parallel layer, if any: a bias is
-    added by one of them."""
+    """Dimension of the input features, along which ranks divide a row-parallel layer; None: it has none, like
+    a bias, which only one rank adds."""
 
 
 class LayerTensors(Protocol):
-    """The tensors of one linear layer or table, from its construction until they are packed."""
+    """The tensors of one linear layer or table, until they are packed."""
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The matrix in which a looked-up table's rows are found, where `PackedLinear.rows` of what `pack`
-        makes has other numbers; else None."""
+        """Matrix in which a table's rows are looked up; None: `PackedLinear.rows` of the packed table gives
+        the same numbers."""
 
     def stored(self) -> Iterator[StoredTensor]:
-        """Tensors that the loader must fill."""
+        """Yields the tensors that the loader must fill."""
 
     def pack(self, activation: str | None) -> PackedLinear:
-        """Packs the filled tensors into the form that computes; for `activation` see `ops.pack_linear`."""
+        """Packs the filled tensors. For `activation` see `ops.pack_linear`."""
 
     def packed_bytes(self, activation: str | None, device_type: str) -> int:
-        """Bytes of the weights that `pack` will keep on such a device, about."""
+        """Estimates the bytes of the weights that `pack` will keep on this type of device."""
 
 
 class LinearScheme(Protocol):
-    """How a checkpoint's linear layers and tables are stored, and how they are computed."""
+    """Scheme by which a checkpoint's linear layers and tables are stored and computed."""
 
     @property
     def input_multiple(self) -> int:
-        """Divisor that the number of input features of every layer must have."""
+        """Number of which every layer's input features must be a multiple."""
 
     @property
     def of_routers(self) -> LinearScheme:
-        """That of what chooses experts: small matrices, quantised only where the checkpoint has them so."""
+        """Scheme of routers: small matrices, which are quantised only if the checkpoint's are."""
 
     def identity(self) -> Any:
-        """Identity of the scheme, as JSON has it: differs from that of schemes that take the same stored bits
-        for other numbers."""
+        """Returns a JSON value. It differs between schemes that read the same stored bits as different
+        numbers."""
 
     def layer(
         self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
     ) -> LayerTensors:
-        """Uninitialised tensors of a layer.
+        """Makes the uninitialised tensors of a layer.
 
         Args:
-            names: of the parts, without the ends of their tensors' names: "model.layers.0.mlp.gate_proj".
-            in_features: of every part.
+            names: names of the parts, without the tensors' suffixes: "model.layers.0.mlp.gate_proj".
+            in_features: input features of every part.
             sizes: output features of each part.
             bias: whether every part has a bias.
-            dtype: of x.
+            dtype: type of the layer's input x.
         """
 
     def table(
         self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
     ) -> LayerTensors:
-        """Uninitialised tensors of a table whose rows are looked up, used as output head, or both.
+        """Makes the uninitialised tensors of a table that is used for look-up, as output head, or both.
 
         Args:
-            name: without the end of its tensors' names: "model.embed_tokens" or "lm_head".
-            num_rows: tokens of the vocabulary.
-            size: of a row.
-            is_head: whether logits are computed with it.
-            dtype: of looked-up rows, and of x.
+            name: name of the table, without the tensors' suffixes: "model.embed_tokens" or "lm_head".
+            num_rows: tokens in the vocabulary.
+            size: numbers in a row.
+            is_head: whether the table computes logits.
+            dtype: type of looked-up rows, and of the input x.
         """
 
 
 @dataclass(frozen=True)
 class DenseTensors:
-    """A matrix, and maybe a bias, in which the parts' rows lie behind each other."""
+    """A matrix, with or without a bias, that holds the rows of all parts in order."""
 
     names: Sequence[str]
     weight: torch.Tensor
@@ -120,17 +121,17 @@ class DenseTensors:
 
 
 OF_HEADS: dict[str | None, str] = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
-"""Quantisation of output heads, by that of the other layers, where the two differ. Four bits are too few for
-the logits, and eight in the head cost a fraction of what four save elsewhere. Products of fp8 with fp8 would
-round the logits to 16 bits."""
+"""Quantisation of the output head by that of the other layers, if they differ. Four bits are too few for
+logits, and eight bits in the head cost a fraction of what four bits save elsewhere. Products of fp8 by fp8
+would round the logits to 16 bits."""
 
 
 @dataclass(frozen=True)
 class DenseScheme:
-    """A plain matrix, quantised, if at all, when it is packed."""
+    """Scheme of checkpoints with plain matrices. They are quantised, if at all, when they are packed."""
 
     quantization: str | None = None
-    """See `ops.pack_linear`."""
+    """Quantisation when packing, see `ops.pack_linear`; None: none."""
     input_multiple: int = 1
 
     @property
@@ -169,4 +170,4 @@ SCHEMES: dict[str | None, DenseScheme] = {
     "w4a8": DenseScheme("w4a8", W8A8_GROUP),
     "fp8": DenseScheme("fp8"),
 }
-"""Schemes of checkpoints of plain matrices, by `quantization` (see ModelConfig)."""
+"""Schemes for checkpoints of plain matrices, by `quantization` (see ModelConfig)."""

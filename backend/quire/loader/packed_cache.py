@@ -46,7 +46,7 @@ from quire_kernels.weights import JoinedLinear, PackedLinear, ReorderedLinear
 logger = logging.getLogger("quire")
 
 _HEAD = struct.Struct("<8sQ16s")
-"""Magic, bytes of the index behind it (JSON), and its XXH3."""
+"""Magic number, length in bytes of the JSON index that follows, and the XXH3 of that index."""
 _MAGIC = b"QUIREPW2"
 _ALIGNMENT = 4096
 """Alignment in bytes of the tensors, which lie after the index."""
