@@ -1,1 +1,1 @@
-"""Offline quantisation: checkpoints of compressed-tensors' kind, and what they cost."""
+"""Offline quantisation: writes checkpoints in compressed-tensors' format, and measures their perplexity."""

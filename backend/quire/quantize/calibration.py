@@ -1,4 +1,4 @@
-"""Calibration: what the inputs of a model's linear layers are, one decoder layer after the other."""
+"""Calibration: collects statistics of the inputs of a model's linear layers, one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from quire.worker.kv_cache import KVCache
 from quire_kernels.metadata import AttentionMetadata
 
 _BATCH = 8
-"""Windows that are computed at once."""
+"""Number of windows that are computed at once."""
 _BLOCK_SIZE = 16
 
 
 @dataclass
 class InputStatistics:
-    """Statistics of the inputs of one linear layer, or of several that share them."""
+    """Statistics of the input of one linear layer, or of several with the same input."""
 
     gram: torch.Tensor
-    """float32 [in_features, in_features]: the sum of x x^T; by `finish` the mean."""
+    """float32 [in_features, in_features]: the sum of x x^T over tokens; after `finish`, the mean."""
     sizes: torch.Tensor
-    """float32 [in_features]: the sum of each input's size; by `finish` the mean."""
+    """float32 [in_features]: the sum of each input feature's magnitudes; after `finish`, the mean."""
     largest: torch.Tensor
-    """float32 [in_features]: of each input's sizes the largest."""
+    """float32 [in_features]: the largest magnitude of each input feature."""
     count: int = 0
 
     @classmethod
@@ -39,7 +39,7 @@ class InputStatistics:
         return cls(torch.zeros(in_features, in_features), zeros, zeros.clone())
 
     def add(self, x: torch.Tensor) -> None:
-        """Takes in float32 [num_tokens, in_features]."""
+        """Adds inputs, float32 [num_tokens, in_features]."""
         self.gram.addmm_(x.T, x)
         size = x.abs()
         self.sizes += size.sum(0)
@@ -47,21 +47,22 @@ class InputStatistics:
         self.count += len(x)
 
     def finish(self) -> None:
-        """Makes means of sums."""
+        """Turns the sums into means over the tokens."""
         self.gram /= self.count
         self.sizes /= self.count
 
 
 class Calibration:
-    """Windows of a text on their way through a model: hidden states before the layer that comes next.
+    """Passes windows of a text through a model, layer by layer. It holds the hidden states before the next
+    layer.
 
-    Layers are made for the time that they compute, in float32. A layer behind one that is quantised sees what
-    that one gives.
+    A layer is made in float32 and exists only while it computes. Layers after a quantised layer get its
+    output as their input.
 
     Args:
-        model: of the checkpoint in float32, on the "meta" device: nothing of it is computed.
-        embeddings: [vocab_size, hidden_size] of the checkpoint.
-        windows: token ids of texts that have nothing to do with each other.
+        model: the checkpoint's model in float32 on the "meta" device; only its structure is used.
+        embeddings: embedding table [vocab_size, hidden_size] of the checkpoint.
+        windows: token ids of texts that are independent of each other.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Calibration:
         self._cache = KVCache(num_blocks, model.kv_spec("auto"), 1, _BLOCK_SIZE, cpu)
 
     def layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> DecoderLayer:
-        """A decoder layer that computes with these tensors, under the names of `DecoderModel.weights`."""
+        """Makes a decoder layer with the given tensors, which have the names of `DecoderModel.weights`."""
         prefix = f"model.layers.{index}"
         layer = self.model.layer_class(self.model.config, index)
         with torch.no_grad():
@@ -97,7 +98,7 @@ class Calibration:
         return layer
 
     def statistics(self, index: int, layer: DecoderLayer) -> dict[str, InputStatistics]:
-        """Statistics of the inputs of a layer's `Linear` modules, by their paths in the layer."""
+        """Returns statistics of the inputs of a layer's `Linear` modules, by their paths in the layer."""
         found: dict[str, InputStatistics] = {}
         hooks = []
         for path, module in layer.named_modules():
@@ -114,8 +115,7 @@ class Calibration:
         return found
 
     def advance(self, index: int, layer: DecoderLayer) -> None:
-        """Replaces the hidden states by those behind the layer; raises CheckpointError where they are no
-        numbers."""
+        """Replaces the hidden states by the layer's output; raises CheckpointError if they are not finite."""
         self.hidden = self._compute(index, layer)
         if not self.hidden.isfinite().all():
             raise CheckpointError(f"layer {index} computes numbers that are not finite")

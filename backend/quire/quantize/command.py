@@ -23,11 +23,11 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--calibration", "calibration_file", type=_file, help="A text; else the topics of Python's help."
 )
 def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | None) -> None:
-    """Quantise a checkpoint, and measure what that costs.
+    """Quantise a checkpoint, and measure the perplexity before and after.
 
-    The linear layers of the decoder become 4-bit (awq, gptq, w4a8) or 8-bit (w8a8, fp8) numbers, stored as
-    compressed-tensors does; embeddings and head stay. Three quarters of the text calibrate, the last quarter
-    measures perplexity before and after.
+    The decoder's linear layers become 4-bit (awq, gptq, w4a8) or 8-bit (w8a8, fp8) numbers, stored in
+    compressed-tensors' format. Embeddings and head stay as they are. The first three quarters of the text are
+    for calibration. The last quarter is for perplexity.
     """
     from quire.quantize.perplexity import perplexity, split, text_of
     from quire.quantize.quantize import quantize as run
@@ -52,9 +52,10 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
 @click.option("--text", "text_file", type=_file, help="A text; else what `quire quantize` measures with.")
 @click.option("--option", "settings", multiple=True, help="A configuration key, such as quantization=w8a8.")
 def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...]) -> None:
-    """Measure how well a checkpoint foretells a text, as the engine would serve it.
+    """Measure a checkpoint's perplexity on a text, as the engine would serve it.
 
-    The text is cut into windows of 512 tokens, 16384 in all, of which each but the first of a window counts.
+    The text is cut into windows of 512 tokens, 16384 tokens in all. Every token except the first of a window
+    counts.
     """
     from quire.quantize.perplexity import perplexity as measure
     from quire.quantize.perplexity import split, text_of

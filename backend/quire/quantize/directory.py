@@ -1,4 +1,4 @@
-"""A checkpoint directory that is whole or not there."""
+"""Writes a checkpoint directory so that it is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _SHARD_BYTES = 2 * 2**30
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory beside `path` that takes its name in the end, or is removed where anything fails.
+    """Yields a new directory beside `path`. It is renamed to `path` at the end, or removed if an error
+    occurs.
 
     Raises:
-        CheckpointError: there is something of that name, or it cannot be written.
+        CheckpointError: `path` exists, or cannot be written.
     """
     if path.exists():
         raise CheckpointError(f"{path}: exists already")
@@ -44,10 +45,10 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 class WeightsWriter:
-    """Writes tensors into one file, or into several with an index where they are many.
+    """Writes tensors to one file, or to several files with an index if they are large.
 
     Args:
-        directory: of the files.
+        directory: directory of the files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -55,17 +56,17 @@ class WeightsWriter:
         self._open: dict[str, torch.Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []
         self.num_bytes = 0
-        """Bytes of all tensors."""
+        """Bytes of all tensors added so far."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes in a tensor, which is written some time before `finish` ends."""
+        """Adds a tensor. It is written now or, at the latest, by `finish`."""
         if self._open and sum(one.nbytes for one in self._open.values()) + tensor.nbytes > _SHARD_BYTES:
             self._write()
         self._open[name] = tensor.contiguous()
         self.num_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Writes what is left, and the index."""
+        """Writes the remaining tensors, and the index if there are several files."""
         self._write()
         if len(self._files) == 1:
             self._files[0][0].rename(self.directory / "model.safetensors")
@@ -90,5 +91,5 @@ class WeightsWriter:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Writes an object as people can read it."""
+    """Writes an object as indented JSON."""
     file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")

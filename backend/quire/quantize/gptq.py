@@ -1,7 +1,7 @@
-"""GPTQ: columns are rounded one after the other, and what that costs is made up for by those that follow.
+"""GPTQ: rounds columns one after the other, and adjusts the columns that follow to make up for the error.
 
-Frantar et al., 2023 (arXiv 2210.17323). The columns whose inputs are largest come first; their groups' scales
-are chosen before that, so the order is nobody else's concern.
+Frantar et al., 2023 (arXiv 2210.17323). Columns with the largest inputs are rounded first. The groups' scales
+are chosen before that, so a checkpoint need not store this order.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import torch
 from quire.quantize.rounding import Grid
 
 BLOCK = 128
-"""Columns after which the errors are carried on to all that follow: one product instead of many sums."""
+"""Columns after which their errors are applied to all that follow. This makes one large product of many small
+ones."""
 _DAMPING = 0.01
-"""Fraction of the mean of the gram matrix's diagonal that is added to the diagonal; ten times as much each
-time that it is not enough."""
+"""Fraction of the gram matrix's mean diagonal that is added to its diagonal. It is multiplied by ten while
+that is not enough."""
 
 
 def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Codes on a grid, float32 whole numbers of weight's shape, that keep the products with the inputs.
+    """Chooses codes on a grid that keep the layer's outputs close. Returns float32 whole numbers of weight's
+    shape.
 
     Args:
         weight: float32 [out_features, in_features].
         gram: float32 [in_features, in_features], the mean of x x^T over inputs x.
-        grid: see `group_grid`.
+        grid: scales and zeros of the codes; see `group_grid`.
     """
     order = torch.argsort(gram.diagonal(), descending=True)
     upper = _inverse_factor(gram[order][:, order])
@@ -45,7 +47,7 @@ def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Te
 
 
 def _inverse_factor(gram: torch.Tensor) -> torch.Tensor:
-    """The upper triangular U with U^T U = gram^-1, of a damped gram matrix."""
+    """Returns the upper triangular U with U^T U = gram^-1, after damping gram."""
     size = gram.diagonal().mean().clamp(min=1e-12)
     damping = _DAMPING
     while True:

@@ -1,4 +1,4 @@
-"""Perplexity: how well a model foretells a text."""
+"""Perplexity: how well a model predicts a text."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from quire.errors import CheckpointError, InvalidArgumentError
 from quire_ensemble.tokenizer import Tokenizer
 
 WINDOW = 512
-"""Tokens of a text that are computed together, and know nothing of those before them."""
+"""Tokens of a text that are computed together. They do not see the tokens before them."""
 MEASURED_TOKENS = 32 * WINDOW
-"""Tokens of a text that perplexity is measured with, at most."""
+"""Most tokens with which perplexity is measured."""
 CALIBRATION_TOKENS = 32 * WINDOW
-"""Tokens of a text that a scheme is calibrated with, at most."""
+"""Most tokens with which a scheme is calibrated."""
 _BATCH = 8
 
 
 def default_text() -> str:
-    """The topics of Python's `help`, in alphabetical order: some 460 000 characters of its reference."""
+    """Returns the topics of Python's `help`, in alphabetical order: some 460 000 characters of its
+    reference."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 def text_of(file: Path | None) -> str:
-    """A file's text, or the default one; raises InvalidArgumentError where it is not UTF-8."""
+    """Returns a file's text, or the default text for None; raises InvalidArgumentError if the file is not
+    UTF-8."""
     if file is None:
         return default_text()
     try:
@@ -37,19 +39,20 @@ def text_of(file: Path | None) -> str:
 
 
 def split(text: str) -> tuple[str, str]:
-    """A text to calibrate with, and the last quarter, which measures what became of it."""
+    """Divides a text into (calibration text, text for perplexity). The second is the last quarter."""
     cut = len(text) * 3 // 4
     return text[:cut], text[cut:]
 
 
 def windows(tokenizer: Tokenizer, text: str, size: int, most: int) -> list[list[int]]:
-    """Token ids in windows of one size, spread over the text where it has more than `most` tokens.
+    """Cuts a text into windows of token ids of equal size. If there are more than `most` tokens, the windows
+    are spread over the text.
 
     Args:
-        tokenizer: of the checkpoint; where it puts a token before texts, each window begins with that.
-        text: any text.
-        size: tokens of a window; a last one of fewer is left out unless it is the only one.
-        most: tokens of all windows.
+        tokenizer: the checkpoint's tokenizer. If it puts a token before a text, each window begins with it.
+        text: the text.
+        size: tokens in a window. A shorter last window is left out, unless it is the only one.
+        most: most tokens in all windows together.
     """
     begin = [one for one in tokenizer.encode("") if one == tokenizer.hf.bos_token_id]
     rest, step = tokenizer.encode(text, add_special_tokens=False), size - len(begin)
@@ -60,19 +63,21 @@ def windows(tokenizer: Tokenizer, text: str, size: int, most: int) -> list[list[
 
 
 def perplexity(checkpoint: str | Path, text: str, **options: Any) -> tuple[float, int]:
-    """Perplexity of a text, by the engine as it would serve the checkpoint, and the number of its tokens.
+    """Computes a text's perplexity with the engine, as it would serve the checkpoint. Returns (perplexity,
+    number of tokens counted).
 
-    The text is cut into windows of WINDOW tokens (fewer with a smaller `max_model_len`), MEASURED_TOKENS in
-    all at most. Each token but a window's first counts. Two runs on one machine give the same number.
+    The text is cut into windows of WINDOW tokens (fewer with a smaller `max_model_len`), at most
+    MEASURED_TOKENS in all. Every token except the first of a window counts. Two runs on one machine give the
+    same number.
 
     Args:
-        checkpoint: as of `LLM`.
-        text: any text.
-        options: of `LLM`.
+        checkpoint: see `LLM`.
+        text: the text.
+        options: further arguments of `LLM`.
 
     Raises:
         QuireError, HubError, TokenizerError: the checkpoint cannot be loaded, or has no tokenizer.
-        InvalidArgumentError: the text has less than two tokens.
+        InvalidArgumentError: the text has fewer than two tokens.
     """
     from quire.llm import LLM
 

@@ -1,4 +1,4 @@
-"""quantize: a checkpoint of plain matrices becomes one of small numbers, layer by layer."""
+"""quantize: quantises a checkpoint of plain matrices, layer by layer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from quire_ensemble.tokenizer import Tokenizer
 def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Callable[[int, int], None]) -> int:
     """Writes a quantised checkpoint and returns the bytes of its tensors.
 
-    In memory are the hidden states of the calibration text, one decoder layer in float32, and what is not yet
-    written of a file: 2 GiB.
+    Memory holds the hidden states of the calibration text, one decoder layer in float32, and up to 2 GiB of
+    tensors that are not yet written.
 
     Args:
         path: a directory, or a .gguf file.
-        scheme_name: of SCHEMES.
-        out: the directory to make; nothing is left of it where anything fails.
-        text: to calibrate with, by CALIBRATION_TOKENS tokens of it at most.
-        progress: is called with the number of layers that are done and that there are.
+        scheme_name: name in SCHEMES.
+        out: directory to make; it is removed if an error occurs.
+        text: calibration text, of which at most CALIBRATION_TOKENS tokens are used.
+        progress: called with the number of finished layers and the number of all layers.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported, or `out` exists or cannot be written.
@@ -92,7 +92,7 @@ def _write(
     matrices: dict[str, QuantizedMatrix],
     layout: str,
 ) -> None:
-    """A decoder layer's tensors under the checkpoint's names."""
+    """Writes a decoder layer's tensors under their names in the checkpoint."""
     for name, tensor in tensors.items():
         linear = name.removesuffix(".weight")
         stored = source.tensors[f"{prefix}.{name}"].name
@@ -104,7 +104,8 @@ def _write(
 
 
 def _ignored(source: SourceCheckpoint, others: list[str]) -> list[str]:
-    """Names of the linear layers that are left as they are: the head, and all of another part's."""
+    """Returns the names of the linear layers that are not quantised: the head, and the matrices
+    among `others`, except embeddings."""
     names = {
         source.tensors[name].name.removesuffix(".weight")
         for name in others

@@ -1,4 +1,5 @@
-"""Rounding: matrices as small numbers with scales, and the tensors that compressed-tensors has for them."""
+"""Rounding: quantises matrices to codes with scales, and names the tensors in which compressed-tensors stores
+them."""
 
 from __future__ import annotations
 
@@ -9,32 +10,34 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 _SHRINKS = tuple(1 - step / 20 for step in range(9))
-"""Parts of a group's range that are tried: most numbers gain where the largest ones are cut off."""
+"""Fractions of a group's range that are tried. Clipping the largest weights often makes the others more
+precise."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers that a matrix's weights may become: (code - zero) * scale."""
+    """Grid of the values that a matrix's weights may have: (code - zero) * scale."""
 
     scales: torch.Tensor
-    """float32 [out_features, groups], exact in the type that is stored."""
+    """float32 [out_features, groups]. The stored type holds these values exactly."""
     zeros: torch.Tensor | None
-    """float32 whole numbers of the same shape; None: 0."""
+    """float32 whole numbers [out_features, groups]; None: all are 0."""
     bits: int
 
     def codes(self, weight: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """float32 whole numbers, the nearest to weight [out_features, columns of the matrix, or one]."""
+        """Returns the codes nearest to weight [out_features, columns] as float32 whole numbers. `columns`
+        selects the matrix's columns, or one."""
         scales, zeros = self._columns_of(columns)
         most = 2 ** (self.bits - 1)
         return (weight / scales + zeros).round_().clamp_(-most, most - 1)
 
     def values(self, codes: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """Weights that the codes stand for, float32; arguments and shape as in `codes`."""
+        """Returns the float32 weights that codes stand for. Arguments and shape are those of `codes`."""
         scales, zeros = self._columns_of(columns)
         return (codes - zeros) * scales
 
     def per_column(self, in_features: int) -> Grid:
-        """The same one with a group for each column."""
+        """Returns the same grid with a scale for each column."""
 
         def spread(groups: torch.Tensor) -> torch.Tensor:
             return groups.repeat_interleave(in_features // groups.shape[1], 1)
@@ -47,24 +50,24 @@ class Grid:
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix of small numbers."""
+    """A quantised matrix: codes with scales and zeros."""
 
     codes: torch.Tensor
     """int8 or FP8 [out_features, in_features]."""
     scales: torch.Tensor
-    """[out_features, groups], of the checkpoint's type."""
+    """[out_features, groups], in the checkpoint's type."""
     zeros: torch.Tensor | None = None
-    """int8 of the same shape."""
+    """int8 [out_features, groups]; None: all are 0."""
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out_features, in_features]."""
+        """Returns the weights, float32 [out_features, in_features]."""
         groups = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
         if self.zeros is not None:
             groups = groups - self.zeros.unsqueeze(2)
         return (groups * self.scales.float().unsqueeze(2)).flatten(1)
 
     def stored(self, layout: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """compressed-tensors' tensors in one of its layouts, by the ends of their names."""
+        """Yields (suffix, tensor) for each tensor that compressed-tensors stores in a layout."""
         yield "weight_scale", self.scales
         if layout != "pack-quantized":
             assert self.zeros is None
@@ -77,7 +80,8 @@ class QuantizedMatrix:
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [rows, n] in [-8, 7] to int32 [rows, ceil(n / 8)]: code + 8, the lowest four bits first."""
+    """Packs int8 [rows, n] in [-8, 7] into int32 [rows, ceil(n / 8)]. A word holds eight codes plus 8, the
+    first in its lowest four bits."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8), value=-8)
     nibbles = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2))
     return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)
@@ -91,15 +95,15 @@ def group_grid(
     is_symmetric: bool,
     importance: torch.Tensor | None = None,
 ) -> Grid:
-    """A grid of four bits for each `group` inputs of each output.
+    """Chooses a four-bit grid with a scale for each `group` inputs of each output.
 
     Args:
         weight: float32 [out_features, in_features].
-        group: divides in_features.
-        dtype: of the stored scales.
-        is_symmetric: whether zero is the code 0.
-        importance: float32 [in_features], what a squared error of each input's weights counts: of the ranges
-            that are tried the one with the least sum is taken. None: the whole range.
+        group: inputs that share a scale; divides in_features.
+        dtype: type of the stored scales.
+        is_symmetric: whether the code 0 stands for zero.
+        importance: float32 [in_features], weight of each input's squared error. Several ranges are tried, and
+            the one with the least weighted error is used. None: the whole range is used.
     """
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
@@ -127,18 +131,18 @@ def group_grid(
 
 
 def on_grid(codes: torch.Tensor, grid: Grid, dtype: torch.dtype) -> QuantizedMatrix:
-    """The matrix of a grid's codes, which are float32; its scales are exact in `dtype`."""
+    """Makes a matrix of a grid's float32 codes. The grid's scales must be exact in `dtype`."""
     zeros = None if grid.zeros is None else grid.zeros.to(torch.int8)
     return QuantizedMatrix(codes.to(torch.int8), grid.scales.to(dtype), zeros)
 
 
 def round_rows(weight: torch.Tensor, stored: torch.dtype, dtype: torch.dtype) -> QuantizedMatrix:
-    """Each row with a scale of its own, in eight bits.
+    """Quantises each row to eight bits with its own scale.
 
     Args:
         weight: float32 [out_features, in_features].
-        stored: int8 or FP8.
-        dtype: of the scales.
+        stored: type of the codes, int8 or FP8.
+        dtype: type of the scales.
     """
     most = 127.0 if stored == torch.int8 else torch.finfo(FP8).max
     scales = (weight.abs().amax(1, keepdim=True) / most).to(dtype)

@@ -1,8 +1,9 @@
-"""Scaling: a linear layer's columns are multiplied by factors that what makes its inputs is divided by.
+"""Scaling: multiplies the columns of a linear layer by factors, and divides the layer's inputs by them in the
+layer that computes these inputs.
 
-The model computes the same, and is rounded better. SmoothQuant (Xiao et al., 2023, arXiv 2211.10438) makes
-large inputs smaller, since they are to be of eight bits; AWQ (Lin et al., 2024, arXiv 2306.00978) makes
-columns larger whose inputs are large, since their rounding errors count most.
+The model computes the same, but is rounded more precisely. SmoothQuant (Xiao et al., 2023, arXiv 2211.10438)
+makes large inputs smaller, because inputs are quantised to eight bits. AWQ (Lin et al., 2024, arXiv
+2306.00978) makes columns with large inputs larger, because their rounding errors matter most.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from quire.quantize.calibration import InputStatistics
 from quire.quantize.rounding import Grid
 
 Tensors = dict[str, torch.Tensor]
-"""Tensors of one decoder layer, float32, by their names in the layer: "mlp.up_proj.weight"."""
+"""Tensors of one decoder layer in float32, by their names in the layer, such as "mlp.up_proj.weight"."""
 SMOOTHING = 0.5
-"""SmoothQuant's migration strength: how much of an input's size its column takes up."""
+"""SmoothQuant's migration strength: the exponent that decides how much of an input's size moves into its
+column."""
 _STEPS = 20
 
 
@@ -28,20 +30,20 @@ class InputGroup:
     """Linear layers with the same input."""
 
     path: str
-    """In the decoder layer, of the `Linear` that they are parts of."""
+    """Path, in the decoder layer, of the `Linear` module that joins them."""
     parts: tuple[str, ...]
     source: str
-    """Module that makes the input: a norm, or a linear layer whose outputs each become one input or
-    several."""
+    """Module that computes the input: a norm, or a linear layer. Each output of a linear layer becomes one
+    input or several."""
 
     @property
     def weights(self) -> list[str]:
-        """Names of the parts' matrices."""
+        """Names of the layers' weight matrices."""
         return [f"{part}.weight" for part in self.parts]
 
 
 def input_groups(tensors: Tensors) -> list[InputGroup]:
-    """Groups of a decoder layer's linear layers that share an input."""
+    """Returns the groups of a decoder layer's linear layers that share an input."""
     norms = ("pre_feedforward_layernorm", "post_attention_layernorm")
     before_mlp = next(norm for norm in norms if f"{norm}.weight" in tensors)
     return [
@@ -55,7 +57,7 @@ def input_groups(tensors: Tensors) -> list[InputGroup]:
 
 
 def smoothing_factors(weights: Sequence[torch.Tensor], inputs: InputStatistics) -> torch.Tensor:
-    """SmoothQuant's factors [in_features] for matrices that share inputs."""
+    """Returns SmoothQuant's factors [in_features] for matrices with the same input."""
     columns = torch.cat(list(weights)).abs().amax(0).clamp(min=1e-5)
     return (inputs.largest.clamp(min=1e-5) ** SMOOTHING / columns ** (1 - SMOOTHING)).clamp(min=1e-5)
 
@@ -66,14 +68,14 @@ def awq_factors(
     grid_of: Callable[[torch.Tensor], Grid],
     shared: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """AWQ's factors [in_features] for matrices that share inputs: of powers of the inputs' sizes those after
-    which rounding changes the products least.
+    """Returns AWQ's factors [in_features] for matrices with the same input. It tries powers of the inputs'
+    mean sizes, and returns those for which rounding changes the products least.
 
     Args:
-        weights: of the matrices.
-        inputs: of them.
-        grid_of: chooses the grid that a matrix will be rounded to.
-        shared: makes factors equal that belong to one output of what comes before.
+        weights: the matrices.
+        inputs: statistics of their input.
+        grid_of: chooses the grid to which a scaled matrix will be rounded.
+        shared: makes the factors equal of inputs that come from the same output of the source; see `sharing`.
     """
     sizes = shared(inputs.sizes).clamp(min=1e-4)
     best, least = torch.ones_like(sizes), float("inf")
@@ -92,8 +94,8 @@ def awq_factors(
 
 
 def sharing(group: InputGroup, config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes factors [in_features] equal where inputs come of the same output of the group's source: a value
-    head is several query heads' (the mean is taken)."""
+    """Returns a function that makes factors [in_features] equal, by their mean, for inputs that come from the
+    same output of the group's source. Several query heads share a value head."""
     if group.source != "self_attn.v_proj":
         return lambda factors: factors
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
@@ -105,13 +107,14 @@ def sharing(group: InputGroup, config: DecoderConfig) -> Callable[[torch.Tensor]
 
 
 def scale(tensors: Tensors, group: InputGroup, factors: torch.Tensor, config: DecoderConfig) -> None:
-    """Divides a group's inputs by factors where they come from, and multiplies the columns by them.
+    """Divides a group's inputs by factors in the layer that computes them, and multiplies the group's columns
+    by the factors.
 
     Args:
-        tensors: of the decoder layer; those concerned are replaced.
-        group: of linear layers.
-        factors: float32 [in_features]; `sharing` leaves them as they are.
-        config: of the model.
+        tensors: tensors of the decoder layer; changed ones are replaced in it.
+        group: the group of linear layers.
+        factors: float32 [in_features]; `sharing` must already have been applied.
+        config: the model's configuration.
     """
     for name in group.weights:
         tensors[name] = tensors[name] * factors

@@ -1,4 +1,4 @@
-"""Schemes: what `quire quantize` can make of a decoder layer, and how config.json names it."""
+"""Schemes: how `quire quantize` can quantise a decoder layer, and how config.json describes the result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Facts that quantising a decoder layer needs beside its tensors."""
+    """Information that quantising a decoder layer needs besides its tensors."""
 
     config: DecoderConfig
     dtype: torch.dtype
-    """The checkpoint's."""
+    """Type of the checkpoint's weights."""
     statistics: Mapping[str, InputStatistics]
-    """Statistics of the inputs, by path of the `Linear`; empty for schemes that need none."""
+    """Statistics of the inputs, by path of the `Linear`; empty for a scheme that needs none."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class QuantizationScheme:
     """A way to quantise the linear layers of a model."""
 
     format: str
-    """compressed-tensors' name of how tensors are stored."""
+    """Name of compressed-tensors' storage format."""
     weights: dict[str, Any]
-    """compressed-tensors' arguments; the size of groups is added."""
+    """compressed-tensors' arguments for the weights, without the group size, which is added."""
     quantize: Callable[[Tensors, LayerInputs], dict[str, QuantizedMatrix]]
-    """Makes matrices of a decoder layer's tensors, by the names of the linear layers in it. What else must
-    change is replaced in the tensors."""
+    """Quantises a decoder layer's tensors. It returns a matrix for each linear layer, by its name in the
+    decoder layer, and replaces other tensors that must change in the dict."""
     activations: dict[str, Any] | None = None
     is_calibrated: bool = True
-    """Whether the inputs have to be known."""
+    """Whether the scheme needs statistics of the inputs."""
 
     def config(self, model: DecoderConfig, ignored: list[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json, as compressed-tensors writes it.
+        """Returns the `quantization_config` for config.json in compressed-tensors' format.
 
         Raises:
-            CheckpointError: no size of groups divides the inputs.
+            CheckpointError: no group size divides the numbers of inputs.
         """
         weights = {**self.weights, "group_size": None}
         if weights["strategy"] == "group":
@@ -71,10 +71,11 @@ class QuantizationScheme:
 
 
 def group_size(config: DecoderConfig) -> int:
-    """Inputs that share a scale of four-bit weights: the most that divide all layers' inputs.
+    """Returns the number of inputs that share a scale of four-bit weights: the largest supported one that
+    divides all layers' inputs.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: none divides them.
     """
     sizes = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
     for group in _GROUPS:
@@ -87,7 +88,7 @@ def group_size(config: DecoderConfig) -> int:
 
 
 def _awq(tensors: Tensors, inputs: LayerInputs) -> dict[str, QuantizedMatrix]:
-    """Both of AWQ's factors and GPTQ's order of rounding, which do not get in each other's way."""
+    """Applies AWQ's factors, then rounds with GPTQ. The two methods can be combined."""
     group, dtype = group_size(inputs.config), inputs.dtype
     grams = {}
     for linears in input_groups(tensors):

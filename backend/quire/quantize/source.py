@@ -1,4 +1,4 @@
-"""SourceCheckpoint: a checkpoint that is to be quantised."""
+"""SourceCheckpoint: the checkpoint that is quantised."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from quire_common.weight_files import NamedTensor
 from quire_ensemble.tokenizer import Tokenizer
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-"""Ends of the names of files that a quantised checkpoint has from its source, but for those that say what the
-weights are."""
+"""Suffixes of files that are copied to the quantised checkpoint, except for those that describe the
+weights."""
 
 
 class SourceCheckpoint:
@@ -33,7 +33,8 @@ class SourceCheckpoint:
         path: a directory, or a .gguf file, which is dequantised in memory.
 
     Raises:
-        CheckpointError: missing, broken, quantised already, or not supported; one line that names the file.
+        CheckpointError: the checkpoint is missing, broken, already quantised, or not supported. The message
+            is one line that names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,10 +66,10 @@ class SourceCheckpoint:
             )
         with checkpoint_errors(self.hf):
             self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
-        """In float32, on the "meta" device."""
+        """The model in float32 on the "meta" device."""
         self.tensors: dict[str, NamedTensor] = {}
-        """Stored tensors by the names of `DecoderModel.weights`; tensors that are none of these have their
-        canonical names."""
+        """Stored tensors by their names in `DecoderModel.weights`. A tensor without such a name has its
+        canonical name."""
         wanted = {name: memory.shape for name, memory, _ in self.model.weights()}
         files = find_weights(ModelConfig(model=str(path), quantization="dequantized"))
         for stored in files.tensors():
@@ -95,7 +96,7 @@ class SourceCheckpoint:
             check_tied(self.tensors[HEAD], self.tensors[TABLE], self.dtype)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor's content; raises CheckpointError where its file cannot be read any more."""
+        """Returns a tensor's content; raises CheckpointError if its file can no longer be read."""
         stored = self.tensors[name]
         try:
             return stored.read()
@@ -103,7 +104,7 @@ class SourceCheckpoint:
             raise CheckpointError(f"{stored.file}: {stored.name} cannot be read: {one_line(error)}") from None
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """Tensors of a decoder layer in float32, by their names in it."""
+        """Returns a decoder layer's tensors in float32, by their names in the layer."""
         prefix = f"model.layers.{index}."
         return {
             name.removeprefix(prefix): self.read(name).float()
@@ -112,10 +113,10 @@ class SourceCheckpoint:
         }
 
     def config_json(self, quantization: dict[str, Any]) -> dict[str, Any]:
-        """config.json of the quantised checkpoint.
+        """Returns the content of config.json for the quantised checkpoint.
 
         Raises:
-            CheckpointError: a GGUF file says of the rotary embedding what config.json has no word for.
+            CheckpointError: a GGUF file's rotary embedding cannot be expressed in config.json.
         """
         if not self.is_gguf:
             return {**read_json(self.path / "config.json"), "quantization_config": quantization}
@@ -126,7 +127,7 @@ class SourceCheckpoint:
         return {**values, "model_type": model_type, "quantization_config": quantization}
 
     def copy_files(self, directory: Path) -> None:
-        """Writes the tokenizer, chat template and defaults of generation into a directory."""
+        """Copies the tokenizer, chat template and generation defaults into a directory."""
         if not self.is_gguf:
             for file in sorted(self.path.iterdir()):
                 is_other = file.name in ("config.json",) or file.name.endswith(".index.json")
