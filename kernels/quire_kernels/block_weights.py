@@ -1,4 +1,4 @@
-"""BlockWeight: a matrix in the blocks of a GGUF file."""
+"""BlockWeight: a matrix in the quantised blocks of a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _SCALE_BITS = {"FLOAT16": 16, "BFLOAT16": 16, "INT8": 8, "NIBBLES": 4}
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Quantisation of one GGUF type: how its codes become weights, and how the C++ kernels keep its scales.
-    `bits`, `group`, `zero` and `table` mean what they mean in GroupedWeight."""
+    """Quantisation of one GGUF block type: how its codes become weights, and how the C++ kernels store its
+    scales. `bits`, `group`, `zero` and `table` mean the same as in GroupedWeight."""
 
     bits: int
     group: int
     zero: int = 0
     table: tuple[int, ...] | None = None
     scale_type: str = "FLOAT16"
-    """A name of ScaleType (gemm.h). Integer scales, and minimums, are multiplied by a float16 of their
-    block's, which is exact in float32."""
+    """Name of a ScaleType (gemm.h). Integer scales and minimums are multiplied by their block's float16
+    scale; float32 holds the product exactly."""
     has_minimums: bool = False
 
 
@@ -44,12 +44,12 @@ BLOCK_KINDS = {
     GGMLQuantizationType.IQ4_XS: BlockKind(4, 32, table=_IQ4_VALUES, scale_type="INT8"),
     GGMLQuantizationType.MXFP4: BlockKind(4, 32, table=E2M1, scale_type="BFLOAT16"),
 }
-"""Types that are packed as they are."""
+"""GGUF block types that are packed without dequantisation."""
 
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A matrix of one of BLOCK_KINDS."""
+    """A matrix in GGUF blocks of a type in BLOCK_KINDS."""
 
     kind: GGMLQuantizationType
     blocks: torch.Tensor
@@ -64,7 +64,7 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes in their bits, and of all else, as the C++ kernels keep them."""
+        """Bytes of the bit-packed codes, scales and minimums, as the C++ kernels store them."""
         means, (inputs, size) = BLOCK_KINDS[self.kind], GGML_QUANT_SIZES[self.kind]
         sets = 1 + means.has_minimums
         factors = 16 * sets if means.scale_type in ("INT8", "NIBBLES") else 0
@@ -77,11 +77,11 @@ class BlockWeight:
         return self.blocks.device
 
     def rows(self, which: slice | torch.Tensor) -> BlockWeight:
-        """Some of the rows, in an order."""
+        """Returns a matrix of some of the rows, in the given order."""
         return BlockWeight(self.kind, self.blocks[which])
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out_features, in_features]: what the weights mean."""
+        """Returns the weights, float32 [out_features, in_features]."""
         if self.blocks.is_meta:
             return torch.empty(self.shape, device="meta")
         with np.errstate(all="ignore"):  # factors may be no numbers

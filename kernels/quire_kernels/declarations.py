@@ -1,4 +1,4 @@
-"""C++ declarations as ctypes, read from the sources: what both languages must agree on stands once."""
+"""Reads C++ declarations from the sources as ctypes, so that structures are declared in one place only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NUMBERS = {"float": c_float, "int": c_int32, "int32_t": c_int32, "int64": c_int
 
 
 class Declarations:
-    """Structures and functions of some sources, found by their names.
+    """Structures and functions of some sources, found by name.
 
-    Their types are numbers, enumerations of 32 bits, pointers (whatever they point to) and structures of the
-    same sources; another one is an AssertionError.
+    Their types may be numbers, 32-bit enumerations, pointers (to anything) and structures of the same
+    sources. Any other type raises AssertionError.
     """
 
     def __init__(self, text: str) -> None:
@@ -21,7 +21,7 @@ class Declarations:
         self._structures: dict[str, type[Structure]] = {}
 
     def structure(self, name: str) -> Any:
-        """`struct name`, whose numbers and pointers stand before its functions, as a class of ctypes."""
+        """Returns `struct name` as a ctypes class. Its fields must come before its functions."""
         if name not in self._structures:
             found = re.search(rf"struct {name} {{(.*?)\n}};", self._text, re.DOTALL)
             assert found, f"there is no structure {name}"
@@ -39,7 +39,8 @@ class Declarations:
         return self._structures[name]
 
     def functions(self, prefix: str) -> dict[str, tuple[Any, list[Any]]]:
-        """Types of the result (None: nothing) and of the arguments, by name, of functions that begin so."""
+        """Returns, by name, (result type, argument types) of the functions whose names begin with `prefix`.
+        Result type None: void."""
         found = re.findall(rf"^(\w+) ({prefix}\w+)\(([^)]*)\)", self._text, re.MULTILINE)
         return {
             name: (
@@ -53,7 +54,8 @@ class Declarations:
         }
 
     def parameters(self, kernel: str) -> Any:
-        """The structure that `KERNEL(kernel, structure, ...)` of a CUDA source takes."""
+        """Returns the structure that `KERNEL(kernel, structure, ...)` in a CUDA source declares as the
+        kernel's parameter."""
         found = re.search(rf"KERNEL\({kernel}, (\w+)", self._text)
         assert found, f"there is no kernel {kernel}"
         return self.structure(found.group(1))

@@ -10,10 +10,10 @@ import torch
 
 T = TypeVar("T")
 SHORT_QUERY = 16
-"""Most new tokens per sequence of a batch that is for implementations which read the context again for every
-few of them."""
+"""Most new tokens per sequence in a batch for implementations that read the context again for every few new
+tokens."""
 NO_SINKS = "no attention sinks"
-"""Why an implementation of `ops.paged_attention` without them cannot compute a call."""
+"""Reason why an implementation of `ops.paged_attention` without attention sinks cannot compute a call."""
 Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
 
 
@@ -29,7 +29,8 @@ def attention_facts(
     *,
     sinks: bool = False,
 ) -> dict[str, Any]:
-    """Facts by which implementations of `ops.paged_attention` are chosen, beside device and type."""
+    """Returns the facts, besides device and type, by which an implementation of `ops.paged_attention` is
+    chosen."""
     return {
         "head_dim": head_dim,
         "num_groups": num_heads // num_kv_heads,
@@ -46,43 +47,44 @@ def attention_facts(
 class AttentionMetadata:
     """Sequences of a ragged batch: which tokens belong to each, and where their keys and values are.
 
-    Sequence i owns the batch rows [query_start_loc[i], query_start_loc[i + 1]); they are the last
-    query_lens[i] of its seq_lens[i] tokens. Prefill, a chunk of a prefill and decode differ in these
-    numbers only.
+    Sequence i owns the batch rows [query_start_loc[i], query_start_loc[i + 1]). They are the last
+    query_lens[i] of its seq_lens[i] tokens. Prefill, chunked prefill and decode differ in these numbers only.
     """
 
     query_start_loc: torch.Tensor
-    """int32 [num_seqs + 1]"""
+    """int32 [num_seqs + 1]: first batch row of each sequence, then the number of tokens."""
     seq_lens: torch.Tensor
-    """int32 [num_seqs]: context length, the new tokens included."""
+    """int32 [num_seqs]: context length of each sequence, its new tokens included."""
     block_table: torch.Tensor
-    """int32 [num_seqs, max_blocks]; valid ids, of which two kinds are never read as data: those past a
-    sequence's last block, and those of blocks wholly outside the window."""
+    """int32 [num_seqs, max_blocks]: block ids. All must be valid ids, but blocks after a sequence's last one
+    and blocks entirely outside the window are never read."""
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: block_id * block_size + offset of each new token."""
     num_tokens: int
     max_query_len: int
     max_seq_len: int
     query_lens: list[int]
-    """query_start_loc's differences on the host, so that CPU code and launch grids need no sync."""
+    """Number of new tokens of each sequence, on the host, so that CPU code and launch grids need no sync."""
     seq_lens_list: list[int]
     """seq_lens on the host."""
     interrupt: Callable[[torch.Tensor, Attend], torch.Tensor] | None = field(
         default=None, compare=False, repr=False
     )
-    """Gets an attention's queries, and what computes it for a batch, instead of it being computed; returns
-    where the result will lie, of the queries' shape. For recording what is between attentions."""
+    """Function to call instead of computing an attention, used to record the work between attentions. It gets
+    the queries, and a function that computes the attention for any batch. It returns the tensor, in the
+    queries' shape, that will hold the result. None: attention is computed."""
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Plans: values that implementations derive once per step and reuse in every layer; see `plan`."""
+    """Values that implementations compute once per step and use in every layer; see `plan`."""
     shared_plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Plans that do not depend on the blocks, shared by all KV groups of the step; see `shared_plan`."""
+    """Values that do not depend on the blocks, shared by all KV groups of a step; see `shared_plan`."""
 
     def with_blocks(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> AttentionMetadata:
-        """The same batch over the blocks of another KV group."""
+        """Returns the same batch with the blocks of another KV group."""
         return replace(self, block_table=block_table, slot_mapping=slot_mapping, plans={})
 
     def of_states(self, block_size: int) -> AttentionMetadata:
-        """The batch over the last block of each sequence alone, where a group of states has its state."""
+        """Returns the batch with each sequence's last block only, which holds its state in a group of
+        states."""
 
         def last_blocks() -> AttentionMetadata:
             columns = ((self.seq_lens - 1) // block_size).long()[:, None]
@@ -91,10 +93,10 @@ class AttentionMetadata:
         return self.plan("states", last_blocks)
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value stored under `key`, made on first use.
+        """Returns the value stored under `key`; the first call computes it.
 
         Args:
-            key: names the implementation and everything the value depends on apart from this batch.
+            key: names the implementation and everything besides this batch that the value depends on.
             make: computes the value.
         """
         if key not in self.plans:
@@ -103,18 +105,19 @@ class AttentionMetadata:
         return value
 
     def shared_plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The same for what depends on neither `block_table` nor `slot_mapping`: the groups share it."""
+        """Returns a value as `plan` does, shared by all KV groups. It must not depend on `block_table` or
+        `slot_mapping`."""
         if key not in self.shared_plans:
             self.shared_plans[key] = make()
         value: T = self.shared_plans[key]
         return value
 
     def chunked(self, size: int, block_size: int) -> AttentionMetadata:
-        """The batch as attention in chunks has it, where a token sees those before it in its chunk alone:
-        each sequence's tokens in one chunk are a sequence of their own, which begins with the chunk.
+        """Returns the batch for chunked attention, in which a token sees only tokens of its own chunk. The
+        tokens of a sequence in one chunk become a sequence of their own, which starts at the chunk's start.
 
         Args:
-            size: of a chunk, a multiple of block_size; chunks begin at position 0 of a sequence.
+            size: tokens in a chunk, a multiple of block_size. Chunks start at position 0 of a sequence.
             block_size: tokens per block.
         """
         assert size % block_size == 0, (size, block_size)
@@ -131,7 +134,7 @@ class AttentionMetadata:
         return replace(chunked, interrupt=interrupt)
 
     def _chunked(self, size: int, width: int) -> AttentionMetadata:
-        """`width`: blocks of a chunk."""
+        """Makes the batch for `chunked`. `width`: blocks in a chunk."""
         device, firsts = self.seq_lens.device, torch.arange(width, device=self.seq_lens.device)
         if self.max_query_len == 1:
             # On the device, so that it may be recorded.
@@ -185,14 +188,14 @@ class AttentionMetadata:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> AttentionMetadata:
-        """Metadata from plain lists, for tests, tools and warm-up.
+        """Makes metadata from plain lists, for tests, tools and warm-up.
 
         Args:
             query_lens: new tokens per sequence, each at least 1.
             seq_lens: context length per sequence, new tokens included.
             block_ids: blocks of each sequence, in order; at least ceil(seq_len / block_size) each.
             block_size: tokens per block.
-            device: where the tensors go.
+            device: device of the tensors.
         """
         assert len(query_lens) == len(seq_lens) == len(block_ids), "one entry per sequence in every list"
         starts, slots = [0], []

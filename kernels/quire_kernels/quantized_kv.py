@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 
 SCALE_DTYPE = torch.bfloat16
-"""The range of float32, so that no key or value is too large or too small for its scale, in two bytes. Its
-short mantissa costs nothing: numbers are divided by the scale as it is stored."""
+"""Type of the scales. It has float32's range in two bytes, so that no key or value is too large or too small.
+The short mantissa costs no precision, because numbers are divided by the rounded scale."""
 
 KV_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""Number of each quantised cache type in the kernels for GPUs; 0 is a plain cache."""
+"""Codes in the GPU kernels of the quantised cache types; 0 means a plain cache."""
 
 
 class QuantizedKV(NamedTuple):
-    """Views of a layer's part of the cache; a number is its data times its scale."""
+    """Views of a layer's part of a quantised cache. A value is data * scale."""
 
     data: torch.Tensor
     """int8 or float8_e4m3fn [num_blocks, 2, num_kv_heads, block_size, head_dim]"""
@@ -24,7 +24,7 @@ class QuantizedKV(NamedTuple):
 
     @classmethod
     def from_pieces(cls, pieces: torch.Tensor, dtype: torch.dtype, block_size: int) -> QuantizedKV:
-        """Views of memory in which each head of a block has its data and, right behind it, its scales.
+        """Makes views of memory in which each head of a block has its data, followed by its scales.
 
         Args:
             pieces: uint8 [num_blocks, 2, num_kv_heads, piece_bytes(...)], the last dimension contiguous.
@@ -42,14 +42,14 @@ class QuantizedKV(NamedTuple):
 
 KVLayer = torch.Tensor | QuantizedKV
 """A layer's KV cache, as the attention operators read it: a tensor [num_blocks, 2, num_kv_heads, block_size,
-head_dim], or the same quantised."""
+head_dim], or a QuantizedKV."""
 
 
 def piece_bytes(block_size: int, head_dim: int) -> int:
-    """Bytes of one head of one block of quantised keys or values, scales included."""
+    """Returns the bytes of one head's quantised keys or values in a block, scales included."""
     return block_size * (head_dim + SCALE_DTYPE.itemsize)
 
 
 def data_of(kv_layer: KVLayer) -> torch.Tensor:
-    """[num_blocks, 2, num_kv_heads, block_size, head_dim], quantised or not."""
+    """Returns the data [num_blocks, 2, num_kv_heads, block_size, head_dim] of a plain or quantised layer."""
     return kv_layer.data if isinstance(kv_layer, QuantizedKV) else kv_layer

@@ -1,4 +1,4 @@
-"""Routing: how a layer's router chooses experts and weighs what they give."""
+"""Routing: how a layer's router chooses experts and computes their shares."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ class Routing:
     """Rules by which `ops.route` chooses a token's experts from the router's logits, and computes their
     shares.
 
-    With more than one group (DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437) a token's experts are chosen
-    from its best groups alone. A group is as good as the sum of the scores of its `group_best` best experts.
-    The groups are equal in size, at least `group_best`, and those of a token have `num_chosen` experts or
-    more.
+    With several groups, a token's experts are chosen from its best groups only (DeepSeek-AI, 2024, arXiv
+    2405.04434 and 2412.19437). A group's score is the sum of the scores of its `group_best` best experts. All
+    groups have the same number of experts, at least `group_best`. A token's groups together have at least
+    `num_chosen` experts.
     """
 
     num_chosen: int
-    """Experts of a token."""
+    """Number of experts that a token goes to, without the shared expert."""
     renormalizes: bool
-    """Whether a token's shares are divided by their sum, with SIGMOID_EPSILON where they are sigmoids."""
+    """Whether a token's shares are divided by their sum. SIGMOID_EPSILON is added to the sum of sigmoid
+    shares."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that makes scores of the logits."""
+    """Function that computes scores from logits."""
     least_sum: float = 0.0
-    """Least divisor of renormalised softmax shares: it replaces their sum where that is less."""
+    """Least divisor of renormalised softmax shares, used if their sum is smaller."""
     scale: float = 1.0
-    """Factor of the shares, applied last, and not to the share of the shared expert."""
+    """Factor of the shares, applied last. It does not apply to the shared expert."""
     num_groups: int = 1
     num_chosen_groups: int = 1
     group_best: int = 1
     shared: Literal["whole", "gated"] | None = None
-    """Whether behind the experts there is one that computes every token, with a share of 1 or, "gated", the
-    sigmoid of one more logit."""
+    """Kind of the shared expert, which comes after the other experts and computes every token; None: there is
+    none. "whole": its share is 1. "gated": its share is the sigmoid of an additional logit."""
 
     @property
     def num_routes(self) -> int:
-        """Experts of a token, with the shared one."""
+        """Number of experts that a token goes to, the shared expert included."""
         return self.num_chosen + (self.shared is not None)
 
     @property
     def num_gates(self) -> int:
-        """Logits behind those of the experts."""
+        """Number of logits after those of the experts."""
         return int(self.shared == "gated")

@@ -1,4 +1,5 @@
-"""SamplingTensors and LogitEdits: what `ops.sample` needs of each row, on the device of the logits."""
+"""SamplingTensors and LogitEdits: the sampling parameters of each row for `ops.sample`, on the device of the
+logits."""
 
 from __future__ import annotations
 
@@ -11,76 +12,78 @@ from quire_kernels.registry import Declined
 
 @dataclass(frozen=True, kw_only=True)
 class LogitEdits:
-    """Changes of single logits, made before anything else: penalties, then biases, then bans.
+    """Changes of single logits that are made before sampling: penalties, then biases, then bans.
 
-    Three lists of token ids in the vocabulary, each with the tokens of all rows behind each other. A token's
-    logit x becomes
+    There are three lists of token ids, one per kind of change. Each list holds the tokens of row 0, then
+    those of row 1, and so on. A listed token's logit x changes as follows:
 
-    - as a penalty (at most one per row and token): x / repetition, or x * repetition if x is negative, then
-      less frequency * its output count, and less presence if that count is not 0; at most the largest finite
-      float32. An infinite x stays. The row's newest token counts once more than its list says, or is a
-      penalty with a count of 1 if it is not in there.
-    - as a bias (at most one per row and token): x + bias.
-    - as a ban (any number per row and token): -inf, unless the row's bans leave it nothing above -inf: then
-      none of them counts.
+    - penalty (at most one per row and token): x / repetition, or x * repetition if x is negative; then
+      frequency * its output count is subtracted, and presence if that count is not 0. The result is at most
+      the largest finite float32. An infinite x stays. The row's newest token counts once more than its list
+      says; if it is not listed, it gets a penalty with a count of 1.
+    - bias (at most one per row and token): x + bias.
+    - ban (any number per row and token): -inf. If the row's bans would leave no logit above -inf, none of
+      them applies.
     """
 
     starts: torch.Tensor
-    """int32 [3, n + 1], contiguous: row i's penalties, biases and bans are those of the three lists from
-    starts[list, i] to before starts[list, i + 1]; starts[list, 0] is 0, starts[list, n] the list's length."""
+    """int32 [3, n + 1], contiguous: row i's entries in each list are those from starts[list, i] up to, but
+    not including, starts[list, i + 1]. starts[list, 0] is 0, and starts[list, n] is the list's length."""
     factors: torch.Tensor
-    """float32 [3, n], contiguous: repetition (a positive normal number), presence, frequency of each row."""
+    """float32 [3, n], contiguous: each row's repetition (a positive normal number), presence and frequency
+    penalty."""
     penalty_ids: torch.Tensor
-    """int32 [num_penalties]"""
+    """int32 [num_penalties]: token ids."""
     output_counts: torch.Tensor
-    """float32 [num_penalties]: how often the token occurs in the row's output."""
+    """float32 [num_penalties]: number of occurrences of the token in the row's output."""
     bias_ids: torch.Tensor
-    """int32 [num_biases]"""
+    """int32 [num_biases]: token ids."""
     biases: torch.Tensor
-    """float32 [num_biases]"""
+    """float32 [num_biases]: numbers added to the logits."""
     ban_ids: torch.Tensor
-    """int32 [num_bans]"""
+    """int32 [num_bans]: token ids."""
     newest: torch.Tensor | None = None
-    """int64 [n]: an output token that the lists do not count, as the host does not know it yet; negative, or
-    None for all rows: there is none."""
+    """int64 [n]: each row's newest output token, which the lists do not count because the host does not know
+    it yet. Negative: the row has none. None: no row has one."""
 
     @property
     def arguments(self) -> tuple[torch.Tensor | None, ...]:
-        """Arguments of the kernels: the fields in their order, then float32 [num_bans] of scratch memory."""
+        """Returns the kernels' arguments: the fields in order, then float32 scratch memory [num_bans]."""
         saved = torch.empty_like(self.ban_ids, dtype=torch.float32)
         return (*(getattr(self, field.name) for field in fields(self)), saved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTensors:
-    """One entry per row of logits: all but `edits` are [n] and on the logits' device. Filters apply in the
-    order of the fields."""
+    """Sampling parameters of each row of logits. Every field except `edits` is [n] on the logits' device.
+    Filters apply in the order of the fields."""
 
     temperature: torch.Tensor
-    """float32; 0: the best token, whatever the filters say."""
+    """float32; 0: the row gets its best token, and filters have no effect."""
     top_k: torch.Tensor
-    """int32; 0: all. Tokens tied with the last one kept are kept too."""
+    """int32: number of most likely tokens to keep; 0: all. Tokens tied with the last one are kept too."""
     top_p: torch.Tensor
-    """float32 in (0, 1]; 1: all. The smallest set, by descending probability, whose mass reaches it; tokens
-    tied with the last one kept are kept too."""
+    """float32 in (0, 1]: keeps the smallest set of most likely tokens whose probabilities sum up to at least
+    this; 1: all tokens. Tokens tied with the last one are kept too."""
     min_p: torch.Tensor
-    """float32; 0: all. Tokens less likely than min_p times the likeliest are dropped."""
+    """float32: drops tokens less likely than min_p times the most likely one; 0: keeps all."""
     seeds: torch.Tensor
-    """int64: the bits of an unsigned number, Philox's key."""
+    """int64: key of the Philox generator; its bits are an unsigned number."""
     positions: torch.Tensor
-    """int64: how many tokens the request has drawn, Philox's counter."""
+    """int64: number of tokens that the request has drawn so far, used as Philox's counter."""
     typical_p: torch.Tensor | None = None
-    """float32 in (0, 1]; 1, or None for all rows: all. The smallest set, by how near a token's surprise is to
-    the entropy of what the others left, whose mass reaches it; with ties."""
+    """float32 in (0, 1]: keeps the smallest set of tokens whose probabilities sum up to at least this, in
+    order of how close a token's surprise is to the entropy after the other filters; ties are kept. 1, or None
+    for all rows: keeps all."""
     edits: LogitEdits | None = None
-    """None: no row has any."""
+    """Changes of single logits; None: no row has any."""
 
     def select_rows(self, index: torch.Tensor) -> SamplingTensors:
-        """The entries of the rows `index`, int64, without their edits."""
+        """Returns the entries of the rows `index`, int64, without edits."""
         columns = {name: value for name, value in vars(self).items() if name != "edits" and value is not None}
         return SamplingTensors(**{name: value[index] for name, value in columns.items()})
 
 
 def is_not_typical(typical: bool = False, **_: object) -> bool | Declined:
-    """True where kernels without typical-p can draw every row; Declined: a row asks for typical-p."""
+    """Returns True if kernels without typical-p can draw all rows; Declined if a row uses typical-p."""
     return Declined("a row asks for typical-p") if typical else True

@@ -1,7 +1,7 @@
-"""Registration as implementation "flashinfer" of `paged_attention`.
+"""Registers FlashInfer as implementation "flashinfer" of `paged_attention`.
 
-What cannot be imported or compiled here is logged once, and the next implementation is picked. FlashInfer
-plans a batch on the host, so it cannot be recorded: see `Implementation.is_recordable`.
+If it cannot be imported or compiled, this is logged once and the next implementation is used. FlashInfer
+plans a batch on the host, so CUDA graphs cannot record it: see `Implementation.is_recordable`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ PRIORITY = 15
 """Preferred to the Triton language; CUDA C++, which leaves long queries to others, is preferred to this."""
 CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
-"""Head sizes that FlashInfer compiles for both of its kernels, prefill and decode."""
+"""Head sizes for which FlashInfer compiles both of its kernels, prefill and decode."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """The reason why FlashInfer cannot be used on this machine; None: it can. Imports FlashInfer, once."""
+    """Returns why FlashInfer cannot be used on this machine; None: it can. The first call imports
+    FlashInfer."""
     if importlib.util.find_spec(MODULE) is None:
         return "flashinfer-python is not installed (pip install flashinfer-python==0.7.2.post1)"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:
@@ -50,7 +51,8 @@ def why_unavailable() -> str | None:
 def works(
     head_dim: int, num_groups: int, block_size: int, dtype: torch.dtype, has_window: bool, has_softcap: bool
 ) -> bool:
-    """Whether it computes attention of this shape here; its kernels are compiled now. If not, a warning."""
+    """Whether FlashInfer computes attention of this shape here. Compiles its kernels. Logs a warning if it
+    fails."""
     shape = Shape(
         num_heads=num_groups,
         num_kv_heads=1,
@@ -85,7 +87,8 @@ def _can_attend(
     sinks: bool = False,
     **_: Any,
 ) -> bool | str:
-    """No quantised cache: FlashInfer has one scale for all tokens, ours have one each."""
+    """Whether FlashInfer supports this shape. It does not support a quantised cache: it has one scale for all
+    tokens, ours has one per token."""
     if sinks:
         return NO_SINKS
     if head_dim not in HEAD_DIMS or kv_dtype not in _HALVES:
@@ -110,7 +113,7 @@ def paged_attention(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor | None:
-    """See `ops.paged_attention`; None for a batch that FlashInfer fails to plan."""
+    """Computes `ops.paged_attention`; returns None if FlashInfer fails to plan the batch."""
     assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
     shape = Shape.from_tensors(query, kv_layer, scale, sliding_window, softcap)
     plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))
@@ -118,7 +121,7 @@ def paged_attention(
 
 
 _failures: set[str] = set()
-"""Kinds of plans that failed: one warning each."""
+"""Kinds of plans that failed. A warning is logged once for each."""
 
 
 def _try_plan(shape: Shape, meta: AttentionMetadata) -> Plan | None:

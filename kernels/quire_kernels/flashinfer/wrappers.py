@@ -1,12 +1,13 @@
-"""FlashInfer's wrappers over our paged cache: what they are told of a batch, and who owns them meanwhile.
+"""FlashInfer's wrappers over our paged cache: how a batch is described to them, and which plan owns a
+wrapper.
 
 A batch is described once per step and KV group (`plan_batch`) and computed once per layer (`Plan.run`). A
-layer of the cache is passed as it is: FlashInfer's layout "HND", [num_pages, 2, num_kv_heads, page_size,
-head_dim], with any stride from page to page, as long as keys and values have the same.
+layer of the cache is passed without a copy: FlashInfer's layout "HND", [num_pages, 2, num_kv_heads,
+page_size, head_dim], allows any stride between pages, if keys and values have the same one.
 
-What no live token wrote never reaches a result: behind a sequence's end FlashInfer takes zeros for values and
-masks scores by selection. Blocks before a sequence's window may get weights of zero instead, which leaves a
-NaN a NaN: they are not among the pages that it is told of.
+Memory that no live token wrote must not affect results. After a sequence's end, FlashInfer uses zeros for
+values and masks scores by selection. Blocks before a sequence's window might only get weights of zero, and 0
+* NaN is NaN, so they are left out of the list of pages.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from quire_kernels.metadata import AttentionMetadata
 MODULE = "flashinfer"
 LAYOUT = "HND"
 WORKSPACE_BYTES = 128 << 20
-"""Bytes of FlashInfer's workspace, the size that it recommends. The workspace holds partial results within
-one call."""
+"""Bytes of FlashInfer's workspace, as it recommends. It holds partial results during one call."""
 TENSOR_CORE_GROUPS = 4
-"""Fewest query heads for a KV head with which single tokens are computed on tensor cores."""
+"""Least number of query heads per KV head for which decode uses tensor cores."""
 
 
 class Shape(NamedTuple):
-    """Facts that a plan depends on, apart from the batch."""
+    """Facts other than the batch on which a plan depends."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
         sliding_window: int | None,
         softcap: float | None,
     ) -> Shape:
-        """See `ops.paged_attention`."""
+        """Makes the shape from arguments of `ops.paged_attention`."""
         (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], kv_layer.shape[2:4]
         return cls(num_heads, num_kv_heads, head_dim, block_size, query.dtype, scale, sliding_window, softcap)
 
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         return self.num_heads // self.num_kv_heads >= TENSOR_CORE_GROUPS
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `plan` that have the same names in both wrappers."""
+        """Keyword arguments of `plan` that both wrappers have."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -78,26 +78,26 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages of the keys and values of each sequence that its new tokens see.
+    """Pages of each sequence's keys and values that its new tokens see.
 
-    What FlashInfer reads on the host is on the host, pinned where there is a GPU: neither does the host wait
-    for the device, nor the device's queue for a copy.
+    Arrays that FlashInfer reads on the host are on the host. With a GPU they are pinned, so that neither the
+    host waits for the device nor the device for a copy.
     """
 
     query_starts: torch.Tensor
-    """int32 [num_seqs + 1], host: `query_start_loc`"""
+    """int32 [num_seqs + 1], host: `query_start_loc`."""
     starts: torch.Tensor
-    """int32 [num_seqs + 1], host: sequence i has the pages indices[starts[i]:starts[i + 1]]"""
+    """int32 [num_seqs + 1], host: sequence i has the pages indices[starts[i]:starts[i + 1]]."""
     indices: torch.Tensor
-    """int32 [starts[-1]], on the device: block ids"""
+    """int32 [starts[-1]], on the device: block ids."""
     last_lens: torch.Tensor
-    """int32 [num_seqs], host: tokens in the last page, from 1 to the size of a page"""
+    """int32 [num_seqs], host: tokens in each sequence's last page, from 1 to the page size."""
     lens: torch.Tensor
-    """int32 [num_seqs], host: tokens in all pages of a sequence"""
+    """int32 [num_seqs], host: tokens in all pages of each sequence."""
 
     @classmethod
     def from_metadata(cls, meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> Pages:
-        """Leaves out blocks that no new token sees."""
+        """Makes the pages of a batch, without the blocks that no new token sees."""
         device, table = meta.block_table.device, meta.block_table
         query_lens, seq_lens = np.array(meta.query_lens), np.array(meta.seq_lens_list)
         first = np.zeros_like(seq_lens)
@@ -125,19 +125,19 @@ def _starts(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _host(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array in memory that `device` can copy from without the host waiting."""
+    """Copies the array to memory from which `device` can copy without the host waiting."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 @dataclass
 class _Slot:
-    """A wrapper, and when it may be planned again."""
+    """A wrapper, and the event after which it can be planned again."""
 
     wrapper: Any
     copied: Any = None
-    """An event behind the copy of the latest plan, which the host wrote to pinned memory of the wrapper;
-    None: there was no plan, or copies are done at once."""
+    """Event after the copy of the latest plan, which the host wrote to pinned memory of the wrapper. None:
+    there was no plan, or copies are synchronous."""
 
     @property
     def is_free(self) -> bool:
@@ -145,13 +145,14 @@ class _Slot:
 
 
 class Plan:
-    """A batch that a wrapper is ready to compute; while this lives, the wrapper is for nothing else."""
+    """A batch that a wrapper is ready to compute. While this object lives, the wrapper is used for nothing
+    else."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
 
     def run(self, query: torch.Tensor, kv_layer: torch.Tensor) -> torch.Tensor:
-        """Attention in one layer.
+        """Computes attention in one layer.
 
         Args:
             query: [num_tokens, num_heads, head_dim].
@@ -167,10 +168,10 @@ class Plan:
 
 
 def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
-    """Describes a batch to a wrapper that no living plan has.
+    """Describes a batch to a wrapper that no living plan uses, and returns the plan.
 
-    Steps on a device are in one stream, or in streams that wait for each other: the workspace is shared, and
-    what a plan has on the device is overwritten by a later one's.
+    All steps on a device must run in one stream, or in streams that wait for each other: they share the
+    workspace, and a later plan overwrites an earlier plan's memory on the device.
     """
     pages = Pages.from_metadata(meta, shape.block_size, shape.sliding_window)
     is_decode = meta.max_query_len == 1
@@ -206,9 +207,11 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
 
 
 def _pop_free(pool: deque[_Slot]) -> _Slot | None:
-    """The wrapper whose plan the device finished first; None: it still needs the plans of all.
+    """Removes and returns the wrapper whose plan the device finished first; None: the device still needs all
+    of them.
 
-    A step that is launched ahead must not wait for the device, so another wrapper is made then.
+    The host must not wait for the device when it launches a step ahead, so the caller makes a new wrapper
+    then.
     """
     for _ in range(len(pool)):
         try:
@@ -223,12 +226,12 @@ def _pop_free(pool: deque[_Slot]) -> _Slot | None:
 
 @functools.cache
 def _pool(device: torch.device, is_decode: bool, uses_tensor_cores: bool) -> deque[_Slot]:
-    """Wrappers that no plan has."""
+    """Returns the wrappers that no plan uses."""
     return deque()
 
 
 def _make_wrapper(device: torch.device, is_decode: bool, uses_tensor_cores: bool) -> Any:
-    """A wrapper with index memory of its own, 8 MiB there and 8 MiB pinned."""
+    """Makes a wrapper with its own index memory: 8 MiB on the device and 8 MiB pinned."""
     flashinfer = importlib.import_module(MODULE)
     # What is allocated in inference mode may not be written outside of it, and the wrapper lives on.
     with torch.inference_mode(False):
@@ -241,12 +244,13 @@ def _make_wrapper(device: torch.device, is_decode: bool, uses_tensor_cores: bool
 
 @functools.cache
 def _workspace(device: torch.device) -> torch.Tensor:
-    """uint8 [WORKSPACE_BYTES], once per device; zeros, as the wrapper for single tokens wants it at first."""
+    """Returns uint8 [WORKSPACE_BYTES], one per device. It is zeroed at first, as the decode wrapper
+    requires."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def try_out(shape: Shape, device: torch.device) -> None:
-    """Computes a prompt of two tokens; raises what FlashInfer raises."""
+    """Computes a prompt of two tokens. Raises any error that FlashInfer raises."""
     blocks = list(range(-(-2 // shape.block_size)))
     kv_layer = torch.zeros(
         (len(blocks), 2, shape.num_kv_heads, shape.block_size, shape.head_dim),

@@ -1,4 +1,5 @@
-"""PyTorch implementations of every operator, for any device: the meaning of each, vectorised."""
+"""Vectorised PyTorch implementations of every operator, for any device. They define each operator's
+meaning."""
 
 from quire_kernels.reference import (
     attention,

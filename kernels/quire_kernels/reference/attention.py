@@ -1,12 +1,12 @@
 """Paged attention in PyTorch: decode rows together, longer queries tile by tile.
 
-Rows with one new token are grouped by context length, their blocks gathered into one padded tensor per group
-and computed with two batched products. Longer queries, and contexts too long to gather at once, go through an
-online softmax over tiles of keys, so scratch memory grows with the tile and not with the square of the
-context. Tiles begin at fixed positions: how a prompt is cut into chunks does not move them.
+Rows with one new token are grouped by context length. A group's blocks are gathered into one padded tensor
+and computed with two batched products. Longer queries, and contexts too long to gather at once, use an online
+softmax over tiles of keys, so scratch memory grows with the tile and not with the square of the context.
+Tiles begin at fixed positions, which do not depend on how a prompt is cut into chunks.
 
-Quantised keys and values are gathered in their eight bits. A scale is one number per position and head, so
-scales are factors of the scores and of the softmax's weights, not of the head_dim times larger data.
+Quantised keys and values are gathered in eight bits. There is one scale per position and head. It is applied
+to the scores and the softmax's weights, because the data are head_dim times larger.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quire_kernels.registry import implementation
 _Ints = npt.NDArray[np.int64]
 
 GATHER_BYTES = 64 * 2**20
-"""Largest copy of keys and values that is made at once; a longer context goes tile by tile."""
+"""Most bytes of keys and values that are gathered at once. A longer context is computed tile by tile."""
 CPU_GROUP_BYTES = 4 * 2**20
-"""Most bytes that a group of several decode rows gathers on the CPU: the copy is read while it is in the
-cache, and lies in memory that the allocator keeps (mapping new pages costs more than the copy)."""
+"""Most bytes that a group of several decode rows gathers on the CPU. The copy then stays in the CPU cache,
+and in memory that the allocator keeps (mapping new pages costs more than the copy)."""
 QUERY_TILE = 512
 """Query rows of one sequence that are computed together."""
 KEY_TILE = 512
@@ -38,34 +38,35 @@ KEY_TILE = 512
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Rows with one new token each and contexts of similar length, whose blocks are padded to one number."""
+    """Decode rows with contexts of similar length. Their lists of blocks are padded to the same length."""
 
     rows: torch.Tensor
     """int64 [n]: batch rows."""
     num_blocks: int
     mask: torch.Tensor | None
-    """float32 [n, 1, 1, num_blocks * block_size]: -inf where a position is not seen, else 0; None: all are
+    """float32 [n, 1, 1, num_blocks * block_size]: -inf at positions that are not seen, else 0; None: all are
     seen."""
     unwritten: tuple[Any, ...] | None
-    """Index into [n, num_kv_heads, num_blocks * block_size, any] of gathered slots behind their sequence's
+    """Index into [n, num_kv_heads, num_blocks * block_size, any] of the gathered slots after a sequence's
     end; None: there are none."""
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some blocks of one sequence, and what a tile of its queries may not see of them."""
+    """Some blocks of one sequence, and the mask of a query tile over them."""
 
     blocks: slice
-    """The columns of these blocks in the sequence's row of the block table."""
+    """Columns of these blocks in the sequence's row of the block table."""
     mask: torch.Tensor | None
-    """float32 [num_queries, num_blocks * block_size]: -inf where a position is not seen, else 0"""
+    """float32 [num_queries, num_blocks * block_size]: -inf at positions that are not seen, else 0; None: all
+    are seen."""
     written: int
-    """Columns from here on may never have been written."""
+    """Number of leading columns that are certain to have been written."""
 
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """Batch rows [start, stop), all of one sequence, with the tiles of keys they see."""
+    """Batch rows [start, stop) of one sequence, and the key tiles that they see."""
 
     sequence: int
     start: int
@@ -75,20 +76,21 @@ class _QueryTile:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a batch is computed in whatever blocks its tokens are: one plan for all KV groups with a window."""
+    """How a batch is computed, whichever blocks its tokens are in. KV groups with the same window share a
+    plan."""
 
     decode: list[_DecodeGroup]
     places: torch.Tensor
-    """int64 [sum of n * num_blocks]: where in the flattened block table the blocks of `decode` are."""
+    """int64 [sum of n * num_blocks]: indices, in the flattened block table, of the blocks of `decode`."""
     tiles: list[_QueryTile]
 
 
 @dataclass(frozen=True)
 class _PlacedPlan:
-    """A plan with the blocks of one KV group."""
+    """A plan with the block ids of one KV group."""
 
     decode: list[tuple[_DecodeGroup, torch.Tensor]]
-    """Decode groups, each with its int64 [n, num_blocks]: block ids, padded with valid ones."""
+    """Decode groups, each with block ids int64 [n, num_blocks], padded with valid ids."""
     tiles: list[_QueryTile]
     table: torch.Tensor
     """int64 [num_seqs, max_blocks]"""
@@ -129,19 +131,21 @@ def paged_attention(
 
 
 class _Context(NamedTuple):
-    """Keys and values of some blocks, in float32, behind each other."""
+    """Keys and values of consecutive blocks, in float32."""
 
     key: torch.Tensor
-    """[..., num_kv_heads, num_blocks * block_size, head_dim]; quantised: without its scale."""
+    """[..., num_kv_heads, num_blocks * block_size, head_dim]; not yet multiplied by the scale if
+    quantised."""
     value: torch.Tensor
-    """the same"""
+    """Values, as `key`."""
     key_scale: torch.Tensor | None
-    """[..., num_kv_heads, 1, num_blocks * block_size], when quantised"""
+    """[..., num_kv_heads, 1, num_blocks * block_size]; None: not quantised."""
     value_scale: torch.Tensor | None
-    """the same"""
+    """Scales of the values, as `key_scale`."""
 
     def scores(self, query: torch.Tensor, softcap: float | None) -> torch.Tensor:
-        """query [..., num_kv_heads, n, head_dim] to [..., num_kv_heads, n, num_blocks * block_size]."""
+        """Returns scores [..., num_kv_heads, n, num_blocks * block_size] of query [..., num_kv_heads, n,
+        head_dim]."""
         scores = query @ self.key.transpose(-1, -2)
         if self.key_scale is not None:
             scores *= self.key_scale
@@ -150,16 +154,19 @@ class _Context(NamedTuple):
         return scores
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """Sum of the values: weights, shaped as scores and spoilt, to [..., num_kv_heads, n, head_dim]."""
+        """Returns the weighted sum of the values, [..., num_kv_heads, n, head_dim]. `weights` have the
+        scores' shape and are overwritten."""
         if self.value_scale is not None:
             weights *= self.value_scale
         return weights @ self.value
 
     @property
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., num_kv_heads, num_blocks * block_size, any]: where 0 is written, key or value count as 0.
+        """Returns memory [..., num_kv_heads, num_blocks * block_size, any] of keys and values. Where a caller
+        writes 0, the key or value counts as 0.
 
-        Whatever its bits, quantised data is finite in float32 (see `_to_float`): zeroing its scale is enough.
+        Quantised data is finite in float32, whatever its bits (see `_to_float`), so it is enough to set its
+        scale to 0.
         """
         if self.key_scale is None or self.value_scale is None:
             return self.key, self.value
@@ -167,7 +174,7 @@ class _Context(NamedTuple):
 
 
 def gather_context(kv_layer: KVLayer, blocks: torch.Tensor) -> _Context:
-    """The contents of blocks, int64 [n, num_blocks] or [num_blocks]."""
+    """Gathers the contents of blocks, int64 [n, num_blocks] or [num_blocks]."""
     if not isinstance(kv_layer, QuantizedKV):
         key, value = gather_blocks(kv_layer, blocks)
         return _Context(key.float(), value.float(), None, None)
@@ -233,7 +240,8 @@ def _decode(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [n, num_kv_heads, groups, head_dim], scaled already; sinks [num_kv_heads, groups, 1]."""
+    """Computes attention of decode rows. `query`: [n, num_kv_heads, groups, head_dim], already scaled.
+    `sinks`: [num_kv_heads, groups, 1]."""
     context = gather_context(kv_layer, blocks)
     if group.unwritten is not None:
         # What lies behind a sequence's end may be anything, even NaN of another request, which neither adding
@@ -257,8 +265,8 @@ def _tiled(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a tile of one sequence's queries, one tile of keys after the other; arguments as of
-    `_decode`, but blocks [max_blocks]."""
+    """Computes attention of a tile of one sequence's queries, one key tile after the other. Arguments are
+    those of `_decode`, but `blocks` is [max_blocks]."""
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)
@@ -290,7 +298,7 @@ def _tiled(
 def _plan(
     meta: AttentionMetadata, block_size: int, block_bytes: int, sliding_window: int | None
 ) -> _PlacedPlan:
-    """The batch's plan in the blocks of this KV group, made on first use."""
+    """Returns the batch's plan with the blocks of this KV group. The first call makes it."""
     key = ("reference", block_size, block_bytes, sliding_window)
 
     def place() -> _PlacedPlan:
@@ -304,7 +312,7 @@ def _plan(
 
 
 def _place(plan: _Plan, block_table: torch.Tensor) -> _PlacedPlan:
-    """Looks up the blocks of a plan."""
+    """Looks up the block ids of a plan in the block table."""
     table = block_table.long()
     shapes = [(len(group.rows), group.num_blocks) for group in plan.decode]
     blocks = table.take(plan.places).split_with_sizes([math.prod(shape) for shape in shapes])
@@ -317,7 +325,8 @@ def _place(plan: _Plan, block_table: torch.Tensor) -> _PlacedPlan:
 def _make_plan(
     meta: AttentionMetadata, block_size: int, block_bytes: int, sliding_window: int | None
 ) -> _Plan:
-    """Depends on the lengths, the block table's width and the device, not on what the table says."""
+    """Makes a plan from the lengths, the block table's width and the device; it does not read the table's
+    content."""
     device = meta.block_table.device
     query_lens, seq_lens = np.array(meta.query_lens), np.array(meta.seq_lens_list)
     starts = query_lens.cumsum() - query_lens
@@ -365,7 +374,8 @@ def _make_plan(
 
 
 def _split(num_blocks: list[int], most_blocks: int) -> tuple[list[int], list[int]]:
-    """Splits rows, ascending by their blocks, into groups: (rows, blocks of the longest) of each.
+    """Splits rows, ascending by their number of blocks, into groups. Returns the numbers of rows of the
+    groups, and the most blocks of a row in each.
 
     A group of several rows has at most `most_blocks`, padding included.
     """
@@ -384,17 +394,17 @@ def _split(num_blocks: list[int], most_blocks: int) -> tuple[list[int], list[int
 
 
 def _ranges(counts: _Ints) -> _Ints:
-    """0 to count - 1 of each count, one after the other."""
+    """Returns 0 to count - 1 for each count, one range after the other."""
     behind = counts.cumsum()
     return np.arange(behind[-1]) - (behind - counts).repeat(counts)
 
 
 def _mask(columns: _Ints, seen_from: _Ints, seen_to: _Ints, device: torch.device) -> torch.Tensor | None:
-    """Mask of the columns that each row does not see; columns are consecutive.
+    """Makes the mask of the columns that each row does not see. Columns are consecutive.
 
     Returns:
-        float32 [len(seen_to), len(columns)]: 0 in the columns [seen_from, seen_to) of a row, else -inf; None
-        if there are no others.
+        float32 [len(seen_to), len(columns)]: 0 in the columns [seen_from, seen_to) of a row, else -inf; None:
+        every row sees all columns.
     """
     after, before = columns[-1] >= seen_to.min(), columns[0] < seen_from.max()
     if not after and not before:
@@ -408,7 +418,8 @@ def _mask(columns: _Ints, seen_from: _Ints, seen_to: _Ints, device: torch.device
 def _unwritten(
     seen_to: _Ints, num_blocks: _Ints, width: int, block_size: int, device: torch.device
 ) -> tuple[Any, ...] | None:
-    """See `_DecodeGroup`; rows of `num_blocks`, padded to `width`, are written up to column `seen_to`."""
+    """Returns `_DecodeGroup.unwritten`. Rows have `num_blocks` blocks, padded to `width`, and are written up
+    to column `seen_to`."""
     if seen_to.min() == seen_to.max():
         end = int(seen_to[0])
         return (..., slice(end, None), slice(None)) if end < width * block_size else None
@@ -427,7 +438,7 @@ def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
 def _query_tiles(
     meta: AttentionMetadata, sequence: int, start: int, block_size: int, sliding_window: int | None
 ) -> list[_QueryTile]:
-    """Splits a sequence's new tokens, whose first one is batch row `start`, into tiles."""
+    """Splits a sequence's new tokens into tiles. Its first new token is batch row `start`."""
     query_len, seq_len = meta.query_lens[sequence], meta.seq_lens_list[sequence]
     step = max(KEY_TILE // block_size, 1) * block_size
     tiles = []

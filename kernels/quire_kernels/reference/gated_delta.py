@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule and its convolution, token by token, for any device."""
+"""Linear attention by the gated delta rule, and its convolution, one token at a time, for any device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gated_delta_rule(
     states: torch.Tensor,
     meta: AttentionMetadata,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_rule`: a token of every sequence at a time."""
+    """See `ops.gated_delta_rule`. Each iteration computes one token of every sequence."""
     (_, num_heads, _), key_dim = value.shape, key.shape[2]
     query, key = (
         (x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(

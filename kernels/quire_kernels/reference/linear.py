@@ -24,7 +24,8 @@ from quire_kernels.weights import (
 
 @implementation("linear", "reference")
 class TorchLinear:
-    """See `ops.pack_linear`. Quantised weights keep their type: this has their accuracy, not their size."""
+    """See `ops.pack_linear`. Quantised weights are rounded like real ones, but kept in the input's type, so
+    they save no memory."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class TorchLinear:
         quantization: str | None,
     ) -> None:
         self.codes: torch.Tensor | None = None
-        """[groups, W8A8_GROUP, out_features] in float32, of w8a8."""
+        """float32 [groups, W8A8_GROUP, out_features]: codes of w8a8; None: another quantisation."""
         if quantization == "w8a8":
             codes, self.scales = quantize_weight(weight, quantization)
             self.codes = codes.float().unflatten(1, (-1, W8A8_GROUP)).permute(1, 2, 0).contiguous()
@@ -75,7 +76,8 @@ class TorchLinear:
         return out if dtype is None else out.to(dtype)
 
     def _integer_product(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums of a group are integers that float32 holds exactly; groups are added in order."""
+        """Computes w8a8. A group's sum is an integer that float32 holds exactly; groups are added in
+        order."""
         assert self.codes is not None
         codes, scales = quantize_rows(x.reshape(-1, self.in_features))
         total = torch.zeros((codes.shape[0], self.codes.shape[2]), device=x.device)
@@ -94,7 +96,8 @@ def dequantized_linear(
     activation: str | None,
     dtype: torch.dtype,
 ) -> PackedLinear:
-    """See `ops.pack_linear`: the layer of what the weights mean, with neither their size nor their speed."""
+    """See `ops.pack_linear`. Makes a layer of the dequantised weights, without the size or speed of quantised
+    ones."""
     # In rows, so that no second matrix of float32 is needed at once.
     parts = [
         weight.rows(slice(first, first + 1024)).dequantize().to(dtype)

@@ -1,4 +1,4 @@
-"""Rows of logits after the model, for any device."""
+"""Operators on rows of logits, for any device."""
 
 from __future__ import annotations
 

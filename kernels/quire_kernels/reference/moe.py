@@ -49,14 +49,14 @@ def route(
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the largest numbers of each row, in descending order, of equals the first; `topk` has them in
-    any order."""
+    """Returns the indices of the largest numbers of each row, in descending order; of equal numbers, the
+    first comes first. (`topk` gives equal numbers in any order.)"""
     return values.argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 @implementation("moe", "reference")
 class LoopedExperts:
-    """See `ops.pack_experts`: one expert after the other."""
+    """See `ops.pack_experts`. It computes one expert after the other."""
 
     def __init__(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> None:
         self.gate_up, self.down = gate_up, down

@@ -1,8 +1,8 @@
-"""Sampling in PyTorch, for all rows of a batch at once: on CPUs for typical-p, or without C++ kernels.
+"""Sampling in PyTorch, for all rows of a batch at once. Used on CPUs for typical-p, or without C++ kernels.
 
-Each row takes part only in what it asks for, which the host must know: on a GPU it waits for that. The CDF is
-evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so that no float32 running
-sum over the vocabulary exists.
+Each filter computes only the rows that use it. The host must know these rows, so on a GPU it waits for that.
+The CDF is evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so no float32
+sum runs over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 MIN_TEMPERATURE = 1e-6
 _CANDIDATES = 1024
-"""How many of the largest logits are sorted before a row falls back to looking at its whole vocabulary."""
+"""Number of largest logits that are sorted. If they do not suffice for a row, its whole vocabulary is
+examined."""
 _CHUNK = 256
 _Words = npt.NDArray[np.uint64]
 _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array(
     [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
 )
-"""Sums that Philox has added to the two words of the key by each round: uint64 [10, 2, 1]."""
+"""Amounts that Philox adds to the two words of the key by each round: uint64 [10, 2, 1]."""
 
 
 def philox_uniform(seeds: _Words, positions: _Words) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, a pure function of (seed, position) per element.
+    """Returns uniform numbers in [0, 1) with 53 random bits. Each is a pure function of its seed and
+    position.
 
     Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with the seed as
     key and the position as the low half of the counter.
@@ -51,7 +53,7 @@ def philox4x32(
     counters: _Words,
     counters_high: _Words | None = None,
 ) -> list[_Words]:
-    """Ten rounds of Philox4x32; four arrays [n] of 32-bit words held in uint64."""
+    """Computes ten rounds of Philox4x32. Returns four arrays [n] of 32-bit words, held in uint64."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     counter = np.array([counters, np.zeros_like(counters) if counters_high is None else counters_high])
     even, odd = counter & low, counter >> half
@@ -62,7 +64,7 @@ def philox4x32(
 
 
 _Places = tuple[torch.Tensor, torch.Tensor]
-"""Rows and columns of logits, int32 or int64 [m] each."""
+"""Rows and columns of some logits, int32 or int64 [m] each."""
 
 
 def _penalise(
@@ -72,14 +74,14 @@ def _penalise(
     factors: torch.Tensor,
     newest: torch.Tensor | None,
 ) -> None:
-    """The penalties of `LogitEdits`, in place.
+    """Applies the penalties of `LogitEdits` in place.
 
     Args:
         logits: float32 [n, vocab_size].
-        at: the penalised ones, no two the same.
-        output_counts: float32 [m].
-        factors: float32 [3, n].
-        newest: int64 [n] or None.
+        at: places of the penalised logits, all different.
+        output_counts: float32 [m]; see `LogitEdits`.
+        factors: float32 [3, n]; see `LogitEdits`.
+        newest: int64 [n]: each row's newest token; None: no row has one.
     """
     rows, token_ids = at
     if newest is not None:
@@ -94,7 +96,7 @@ def _penalise(
 
 
 def _penalised(values: torch.Tensor, output_counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """float32 [m]; factors [3, m]: repetition, presence, frequency."""
+    """Returns penalised logits, float32 [m]. `factors` [3, m]: repetition, presence, frequency."""
     repetition, presence, frequency = factors.unbind()
     penalised = torch.where(values < 0, values * repetition, values / repetition)
     penalised = penalised - frequency * output_counts - presence * (output_counts > 0)
@@ -105,7 +107,7 @@ def _penalised(values: torch.Tensor, output_counts: torch.Tensor, factors: torch
 
 
 def _ban(logits: torch.Tensor, at: _Places) -> None:
-    """The bans of `LogitEdits`, in place; logits float32 [n, vocab_size], places may repeat."""
+    """Applies the bans of `LogitEdits` in place. `logits`: float32 [n, vocab_size]. Places may repeat."""
     saved = logits[at]
     logits[at] = -torch.inf
     nothing_left = logits.amax(dim=-1)[at[0]] == -torch.inf
@@ -113,7 +115,7 @@ def _ban(logits: torch.Tensor, at: _Places) -> None:
 
 
 def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> None:
-    """All edits of `LogitEdits`, in place; logits float32 [n, vocab_size]."""
+    """Applies all edits of `LogitEdits` in place. `logits`: float32 [n, vocab_size]."""
     penalty_starts, bias_starts, ban_starts = edits.starts.unbind()
     if len(edits.penalty_ids) or edits.newest is not None:
         at = _places(penalty_starts, edits.penalty_ids)
@@ -148,7 +150,8 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """[n, V] -> [n] int64: one draw per row, whose temperature is not 0; -1 without a finite maximum."""
+    """Draws a token per row, whose temperature must not be 0: logits [n, V] to int64 [n]; -1 if the row's
+    maximum is not finite."""
     best, best_ids = logits.max(dim=-1)
     # Shifted first: dividing by a small temperature could overflow otherwise.
     scores = (logits - best[:, None]).div_(rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None])
@@ -169,11 +172,11 @@ def filter_scores(
     min_p: torch.Tensor,
     typical_p: torch.Tensor | None,
 ) -> None:
-    """Top-k, top-p, min-p and typical-p, in place, as transformers' warpers in that order.
+    """Applies top-k, top-p, min-p and typical-p in place, like transformers' warpers in that order.
 
     Args:
-        scores: [n, V] float32, scaled by the temperature, each row's maximum 0.
-        top_k: [n], as the rest see `SamplingTensors`.
+        scores: [n, V] float32, divided by the temperature, with a maximum of 0 in each row.
+        top_k: [n]; for this and the other arguments see `SamplingTensors`.
     """
     ks, masses = _numbers(top_k), _numbers(top_p)
     ranked = (ks > 0) | (masses < 1)
@@ -193,7 +196,7 @@ def filter_scores(
 
 
 def _filter_ranked(scores: torch.Tensor, ks: npt.NDArray[Any], masses: npt.NDArray[Any]) -> None:
-    """Top-k [n], then top-p [n] over what top-k left; scores [n, V], in place."""
+    """Applies top-k [n], then top-p [n] to the remaining tokens, in place. `scores`: [n, V]."""
     vocab_size = scores.shape[1]
     # The width is fixed, not taken from the batch: no row may depend on others.
     width = min(_CANDIDATES, vocab_size)
@@ -219,7 +222,7 @@ def _filter_ranked(scores: torch.Tensor, ks: npt.NDArray[Any], masses: npt.NDArr
 
 
 def _filter_typical(scores: torch.Tensor, masses: npt.NDArray[Any]) -> None:
-    """Typical-p [n]; scores [n, V], in place."""
+    """Applies typical-p [n] in place. `scores`: [n, V]."""
     log_probs = torch.log_softmax(scores, dim=-1)
     probs = log_probs.exp()
     entropy = -(log_probs * probs).nansum(dim=-1, keepdim=True)
@@ -236,16 +239,18 @@ def _mass_threshold(
     probs: torch.Tensor,
     masses: npt.NDArray[Any],
 ) -> torch.Tensor:
-    """The key of the last token of the smallest set, by descending key, whose probability reaches `masses`.
+    """Returns the key of the last token in the smallest set, by descending key, whose probability reaches
+    `masses`.
 
     Args:
-        keys: [n, V] float32, what tokens are ordered by.
-        top_keys: [n, width], the largest keys in descending order; `top_probs` their probabilities.
+        keys: [n, V] float32, numbers by which tokens are ordered.
+        top_keys: [n, width], the largest keys in descending order.
+        top_probs: [n, width], the probabilities of these tokens.
         probs: [n, V] float32.
         masses: [n], of any floating type.
 
     Returns:
-        [n] float32; tokens with a smaller key are to be removed.
+        [n] float32; tokens with a smaller key must be removed.
     """
     width, vocab_size = top_keys.shape[1], keys.shape[1]
     wanted = torch.from_numpy(masses).double().to(keys.device)
@@ -258,14 +263,16 @@ def _mass_threshold(
 
 
 def _key_reaching(keys: torch.Tensor, weights: torch.Tensor | None, target: float) -> float:
-    """The largest key such that the keys from it upwards weigh at least `target`; the smallest if none does.
+    """Returns the largest key such that all keys from it upwards weigh at least `target`; if no key does, the
+    smallest key.
 
-    By two histograms, of the upper and of the lower half of the keys' bits: on a CPU a sort of all takes ten
-    times as long, and any client can make every step do it.
+    It uses two histograms, of the upper and lower halves of the keys' bits. On a CPU, sorting all keys takes
+    ten times as long, and any client could cause that in every step.
 
     Args:
         keys: [V] float32.
         weights: [V] float32; None: each key weighs 1.
+        target: least weight.
     """
     values = keys.cpu().numpy() + np.float32(0.0)  # -0.0 is 0.0
     weigh = None if weights is None else weights.cpu().double().numpy()
@@ -286,14 +293,14 @@ def _key_reaching(keys: torch.Tensor, weights: torch.Tensor | None, target: floa
 
 
 def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """First token, by id, whose cumulative probability exceeds `uniform`.
+    """Returns the first token, by id, whose cumulative probability exceeds `uniform`.
 
     Args:
         scores: [n, V] float32 unnormalised log-probabilities, maximum 0.
         uniform: [n] float64 in [0, 1).
 
     Returns:
-        [n] int64, in range also for rows of NaN.
+        [n] int64, valid token ids even for rows of NaN.
     """
     n, vocab_size = scores.shape
     num_chunks = -(-vocab_size // _CHUNK)
@@ -310,9 +317,10 @@ def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index [n] of the first entry of `cumulative` [n, m] above `target` [n], and the target used.
+    """Returns the index [n] of the first entry of `cumulative` [n, m] above `target` [n], and the target
+    used.
 
-    The target is kept below the last entry, so that the entry found always has a positive weight.
+    The target is kept below the last entry, so the entry found always has a positive weight.
     """
     target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
     index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
@@ -320,7 +328,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's numbers on the host."""
+    """Copies the tensor's numbers to the host."""
     return tensor.cpu().numpy()
 
 
@@ -329,11 +337,11 @@ def _index(which: npt.NDArray[np.bool_], like: torch.Tensor) -> torch.Tensor:
 
 
 def _select_rows(rows: torch.Tensor, which: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """The rows for which it holds: a copy, or where it holds for all, `rows`."""
+    """Returns the rows for which `which` is true: a copy, or `rows` itself if that is all rows."""
     return rows if which.all() else rows.index_select(0, _index(which, rows))
 
 
 def _put(rows: torch.Tensor, which: npt.NDArray[np.bool_], part: torch.Tensor) -> None:
-    """Puts what `_select_rows` returned back."""
+    """Writes the result of `_select_rows` back into the rows."""
     if part is not rows:
         rows[_index(which, rows)] = part
