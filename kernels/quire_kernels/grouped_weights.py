@@ -1,4 +1,5 @@
-"""GroupedWeight: a matrix of small integers, a scale for every few neighbouring inputs, as files have it."""
+"""GroupedWeight: a matrix of integer codes with a scale for each group of neighbouring inputs, as files store
+it."""
 
 from __future__ import annotations
 
@@ -9,32 +10,34 @@ import torch
 
 SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""A table: twice the sixteen numbers of four-bit floating point (two bits of exponent, one of mantissa)."""
+"""Values of the 16 codes of four-bit floating point (two exponent bits, one mantissa bit), times two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight:
-    """weight = scale * (value - zero) - minimum, where value is the code, or what `table` has for it.
+    """Matrix of weights scale * (value - zero) - minimum. The value is the code, or the entry of `table` for
+    the code.
 
-    This form is on the way from a file to what computes (`ops.pack_linear`): codes take a byte each here.
+    This form exists only between reading a file and packing (`ops.pack_linear`). Each code takes one byte
+    here.
     """
 
     codes: torch.Tensor
-    """uint8 [out_features, in_features], below 2 ** bits."""
+    """uint8 [out_features, in_features], less than 2 ** bits."""
     scales: torch.Tensor
-    """[out_features, in_features / group], of SCALE_TYPES."""
+    """[out_features, in_features / group], of a type in SCALE_TYPES."""
     bits: int
-    """2, 3, 4, 5, 6 or 8."""
+    """Bits of a code: 2, 3, 4, 5, 6 or 8."""
     group: int
     """Inputs that share a scale: 16, or a multiple of 32."""
     zero: int = 0
-    """0 to 128."""
+    """Number subtracted from each value, 0 to 128."""
     table: tuple[int, ...] | None = None
-    """Values of four-bit codes, 16 integers in [-128, 127]; None: a code is its own value."""
+    """16 integers in [-128, 127], the values of four-bit codes; None: a code is its own value."""
     minimums: torch.Tensor | None = None
-    """Minimum of each group, of the shape and type of `scales`; None: none is subtracted."""
+    """Minimum of each group, with the shape and type of `scales`; None: nothing is subtracted."""
     row_scales: torch.Tensor | None = None
-    """float32 [out_features]: what a row is multiplied by in the end; None: by nothing."""
+    """float32 [out_features]: factor of each row, applied last; None: there is none."""
 
     def __post_init__(self) -> None:
         num_rows, num_columns = self.shape
@@ -54,7 +57,7 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes in their bits, and of all else."""
+        """Bytes of the bit-packed codes, scales and other tensors."""
         others = (self.scales, self.minimums, self.row_scales)
         return math.prod(self.shape) * self.bits // 8 + sum(one.nbytes for one in others if one is not None)
 
@@ -64,7 +67,7 @@ class GroupedWeight:
         return self.codes.device
 
     def rows(self, which: slice | torch.Tensor) -> GroupedWeight:
-        """Some of the rows, in an order."""
+        """Returns a matrix of some of the rows, in the given order."""
 
         def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor[which]
@@ -81,7 +84,7 @@ class GroupedWeight:
         )
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out_features, in_features]: what the weights mean."""
+        """Returns the weights, float32 [out_features, in_features]."""
         if self.table is None:
             values = self.codes.float() - self.zero
         else:

@@ -1,9 +1,10 @@
-"""Registry of the operators' implementations: picked by device, dtype and shape, logged once, overridable.
+"""Registry of the operators' implementations, chosen by device, dtype and shape.
 
 An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
-that can do what is asked. The caller may want a certain one, and the environment
-(`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`) chooses for all callers that do not; one that
-is chosen and cannot do the job is an error, never a silent fallback.
+that supports the call, and logs the choice once. The caller may name an implementation. For other callers,
+the environment may name one for each operator
+(`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
+does not support the call; no other one is used silently.
 """
 
 from __future__ import annotations
@@ -24,37 +25,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class KernelError(ValueError):
-    """No implementation, or not the one that was asked for, can do what a model needs."""
+    """Choosing an operator's implementation failed: a name is unknown, QUIRE_KERNELS is malformed, or no
+    implementation supports the call."""
 
 
 class Declined(str):
-    """Why an implementation leaves a call of a shape that it knows to the next one, even if it is chosen."""
+    """Reason why an implementation leaves a call that it could compute to the next one. It does so even if it
+    was named."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator."""
+    """One implementation of an operator."""
 
     operator: str
     name: str
     function: Callable[..., Any]
     devices: frozenset[str]
-    """torch device types; empty: any."""
+    """torch device types that it supports; empty: any."""
     dtypes: frozenset[torch.dtype]
-    """Types of the operands; empty: any floating type."""
+    """Types of the operands that it supports; empty: any floating type."""
     priority: int
-    """The highest one that `can_do` the job is picked."""
+    """Priority: of the implementations that support a call, the one with the highest is chosen."""
     predicate: Callable[..., bool | str] | None
-    """Gets the call's shape facts (head_dim, block_size, ...) by keyword; a text says why not. None: any."""
+    """Called with the call's facts (head_dim, block_size, ...) by keyword; False or a text with the reason:
+    the call is not supported. None: every call is."""
     is_recordable: bool = True
-    """Whether a CUDA graph of it computes another batch of the same shape: lengths are read on the device."""
+    """Whether a CUDA graph that recorded it also computes other batches of the same shape. For that, it must
+    read lengths on the device."""
 
     def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
-        """Whether it computes the operator for operands of this device, type and shape."""
+        """Whether it supports operands of this device, type and shape."""
         return self.why_not(device_type, dtype, facts) is None
 
     def why_not(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
-        """The reason why it cannot compute the operator for these operands; None: it can."""
+        """Returns why it does not support operands of this device, type and shape; None: it does."""
         if self.devices and device_type not in self.devices:
             return f"only on {', '.join(sorted(self.devices))}"
         if self.dtypes and dtype not in self.dtypes:
@@ -107,7 +112,7 @@ def operators() -> list[str]:
 
 
 def implementations(operator: str) -> list[Implementation]:
-    """All implementations of an operator, the preferred ones first.
+    """Returns all implementations of an operator, highest priority first.
 
     Raises:
         KernelError: there is no such operator.
@@ -119,7 +124,8 @@ def implementations(operator: str) -> list[Implementation]:
 
 @contextmanager
 def forced(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside the block these choices, by operator name, are the environment's: for tests and benchmarks.
+    """Replaces the environment's choices, by operator name, inside the `with` block. For tests and
+    benchmarks.
 
     Raises:
         KernelError: an operator or an implementation is unknown.
@@ -145,18 +151,18 @@ def select(
     without: tuple[Callable[..., Any], ...] = (),
     **facts: Any,
 ) -> Callable[..., Any]:
-    """The function that computes `operator` for these operands.
+    """Returns the function that computes `operator` for these operands.
 
     Args:
         operator: registered name.
         device_type: "cpu" or "cuda".
-        dtype: of the operands.
-        wanted: name of the one to take; None: the environment's choice, or else the best one.
-        without: functions not to take, whoever wants them.
-        facts: hashable facts of the call that implementations may depend on.
+        dtype: type of the operands.
+        wanted: name of the implementation to use; None: the environment's choice, or else the best one.
+        without: functions that must not be chosen, even if they are named.
+        facts: hashable facts of the call on which implementations may depend.
 
     Raises:
-        KernelError: none can, or the chosen one cannot.
+        KernelError: no implementation supports the call, or the named one does not.
     """
     key = (operator, device_type, dtype, wanted, without, *facts.values())
     picked = _picked.get(key)
@@ -175,7 +181,8 @@ def pick(
     without: tuple[Callable[..., Any], ...] = (),
     **facts: Any,
 ) -> Implementation:
-    """The implementation that `select` chooses, without a line in the log; KernelError as of `select`."""
+    """Returns the implementation that `select` chooses, without logging it. Raises KernelError as `select`
+    does."""
     chosen = wanted or choices().get(operator)
     if chosen is not None:
         _check_name(operator, chosen)
@@ -194,12 +201,13 @@ def pick(
 
 
 def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> dict[str, str | None]:
-    """Why each implementation cannot compute this (None: it can), by name, the preferred ones first."""
+    """Returns the reason why each implementation does not support a call (None: it does), by name, highest
+    priority first."""
     return {one.name: one.why_not(device_type, dtype, facts) for one in implementations(operator)}
 
 
 def choices() -> dict[str, str]:
-    """Names of the implementations that the environment chooses, by operator; raises KernelError."""
+    """Returns the implementations that the environment names, by operator; raises KernelError."""
     global _forced
     if _forced is None:
         _forced = _from_environment(os.environ.get(ENVIRONMENT, ""))

@@ -405,7 +405,8 @@ class PromptGraphs:
         return [replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(metas)]
 
     def _queries(self, count: int, heads: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """[count, num_heads, head_dim] of what goes into attentions, and of what comes out."""
+        """Returns two views [count, num_heads, head_dim]: attention reads queries from the first, and its
+        results go to the second."""
         size, shape = count * math.prod(heads), (count, *heads)
         return self._query[:size].view(shape), self._attended[:size].view(shape)
 

@@ -1,7 +1,7 @@
-"""C++ kernels for CPUs: a library per instruction set, compiled on first use.
+"""C++ kernels for CPUs: one library per instruction set, compiled on first use.
 
-Importing this registers the implementations of the instruction sets that the processor has; nothing is
-compiled before one of them is picked.
+Importing this registers an implementation for each instruction set of the processor. Nothing is compiled
+before one is chosen.
 """
 
 from quire_kernels.cpu import operators

@@ -1,9 +1,9 @@
-"""Gives the C++ kernels for this machine: those that a wheel brings, else compiled once and kept.
+"""Provides the C++ kernels for this machine: those of a wheel, or else compiled once and kept.
 
-A wheel's libraries lie in `prebuilt/`, named by the digest of the sources and flags they were made of: what
-has been changed since is compiled. Nothing here is a hard dependency: with neither them nor a compiler, or on
-a processor that has none of the instruction sets, `load` raises BuildError and the operators' PyTorch
-reference is used. setup.py runs this module alone: it imports neither torch nor numpy.
+A wheel's libraries are in `prebuilt/`, named by a digest of their sources and flags; if these have changed
+since, the library is compiled. No compiler is required: without a prebuilt library and a compiler, or on a
+processor with none of the instruction sets, `load` raises BuildError and the operators' PyTorch reference is
+used. setup.py runs this module alone: it imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("quire_kernels")
 SOURCES = Path(__file__).with_name("src")
 PREBUILT = Path(__file__).with_name("prebuilt")
 ENVIRONMENT_ISA = "QUIRE_CPU_ISA"
-"""Names the instruction set to use, or `none` for the PyTorch reference."""
+"""Environment variable with the instruction set to use, or `none` for the PyTorch reference."""
 ENVIRONMENT_COMPILER = "CXX"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 
@@ -44,16 +44,19 @@ ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx512": (("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"), (_BASE,)),
     "avx2": (tuple(_V3.split()), ("-march=x86-64-v3",)),
 }
-"""Instruction sets, the best first: flags of /proc/cpuinfo each needs (and of all below it), and of g++."""
+"""Instruction sets, best first. Each has the flags of /proc/cpuinfo that it needs, in addition to those of
+all sets after it, and the flags of g++."""
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be had here; says why."""
+    """The kernels cannot be built or loaded here. The message says why."""
 
 
 @functools.cache
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets of this processor, the best first; what the environment names is the only one."""
+    """Returns the instruction sets that this processor supports, best first. If QUIRE_CPU_ISA names one, only
+    that one is returned; if it is `none`, the result is empty. Raises BuildError if the processor does not
+    support the named one."""
     flags = _cpu_flags()
     names = list(ISAS)
     supported = tuple(
@@ -72,19 +75,19 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def library_name(isa: str) -> str:
-    """File name of the library that `load` gave: stands for its sources and flags, and for the compiler where
-    it is not prebuilt."""
+    """Returns the file name of the library that `load` returned. It identifies the library's sources and
+    flags, and the compiler unless it is prebuilt."""
     return _names[isa]
 
 
 def load(isa: str) -> ctypes.CDLL:
-    """The shared library for an instruction set: prebuilt, kept from an earlier start, or compiled.
+    """Returns the library for an instruction set: prebuilt, kept from an earlier start, or compiled.
 
-    Where it cannot be kept, or what is kept cannot be loaded, it is compiled for this process alone.
+    If it cannot be kept, or the kept one cannot be loaded, it is compiled for this process only.
 
     Raises:
-        BuildError: no compiler, or it failed.
-        OSError: what was compiled just now cannot be loaded.
+        BuildError: there is no compiler, or it failed.
+        OSError: the newly compiled library cannot be loaded.
     """
     path = PREBUILT / _file_name(isa, None)
     if (library := _load_kept(path)) is None:
@@ -103,7 +106,8 @@ def load(isa: str) -> ctypes.CDLL:
 
 
 def can_prebuild() -> bool:
-    """Whether this machine can make libraries for x86-64, whichever instruction sets it has itself."""
+    """Whether this machine can build libraries for x86-64, even for instruction sets that it does not
+    have."""
     try:
         return platform.machine() == "x86_64" and bool(_compiler())
     except BuildError:
@@ -111,9 +115,9 @@ def can_prebuild() -> bool:
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Makes the libraries of all instruction sets in a folder, for the machines that a wheel is installed on.
+    """Builds the libraries of all instruction sets into a folder, for a wheel.
 
-    One that this compiler cannot make is left out, which is logged.
+    A library that this compiler cannot build is left out, and that is logged.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -135,7 +139,7 @@ _names: dict[str, str] = {}
 
 
 def _load_kept(path: Path) -> ctypes.CDLL | None:
-    """None: there is nothing, or something damaged or of another system, which is logged."""
+    """Loads a kept library; None: there is none, or it is damaged or of another system, which is logged."""
     if kept(path) is None:
         return None
     try:
@@ -146,10 +150,10 @@ def _load_kept(path: Path) -> ctypes.CDLL | None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """The library; from a copy in memory where nothing may be executed (mounted noexec).
+    """Loads a library. If its folder does not allow execution (noexec), it is loaded from a copy in memory.
 
     Raises:
-        OSError: it cannot be loaded from either.
+        OSError: it cannot be loaded either way.
     """
     try:
         return ctypes.CDLL(str(path))
@@ -179,7 +183,7 @@ def _flags(isa: str) -> tuple[str, ...]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
-    """The library in a folder of this process: the cache may be full."""
+    """Compiles a library into a folder of this process, because the cache may be full. Returns its path."""
     begin = time.monotonic()
     made = private_directory() / name
     command = [compiler, *flags, str(SOURCES / "quire.cpp"), "-o", str(made)]
@@ -192,7 +196,7 @@ def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
 
 @functools.cache
 def _key(compiler: str | None, flags: tuple[str, ...]) -> str:
-    """Digest of the sources and flags of a library, and of the compiler unless that is None."""
+    """Returns a digest of a library's sources and flags, and of the compiler unless that is None."""
     version = compiler and subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256(repr((compiler, version, flags)).encode())
     for source in sorted(SOURCES.iterdir()):

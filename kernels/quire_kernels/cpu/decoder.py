@@ -1,4 +1,5 @@
-"""All layers of a decoder in one call of the C++ kernels: no operator costs a crossing from Python."""
+"""Computes all layers of a decoder in one call of the C++ kernels, which avoids the cost of a Python call per
+operator."""
 
 from __future__ import annotations
 
@@ -23,27 +24,27 @@ QKV_PARTS = 3
 
 
 class NormKind(IntEnum):
-    """How queries and keys are normalised; `NormKind` of elementwise.h."""
+    """Kinds of norms of queries and keys; `NormKind` of elementwise.h."""
 
     EACH_HEAD = 0
     ALL_HEADS = 1
-    """One norm over all heads of a token's queries together, and one over those of its keys."""
+    """One norm over all query heads of a token together, another over all its key heads."""
     BEHIND_ROPE = 2
     """A norm of each head, after the rotary embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardWeights:
-    """A gated feed-forward."""
+    """Weights of a gated feed-forward part."""
 
     gate_up: PackedLinear
-    """Gated: with its activation."""
+    """Gate and up projections, with the activation."""
     down: PackedLinear
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsWeights:
-    """Experts, and what chooses them."""
+    """Weights of a layer's experts and their router."""
 
     router: PackedLinear
     experts: PackedExperts
@@ -54,49 +55,50 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayerWeights:
-    """One layer: attention and feed-forward, each between RMSNorms, added to the residual stream. All norms'
-    weights are of one type: float32, or that of the layers; see `RMSNorm`. None: there is no such norm."""
+    """Weights of one layer: attention and a feed-forward part, each between RMSNorms, with residual
+    additions. All norm weights have the same type: float32, or the layer's type (see `RMSNorm`). A norm of
+    None does not exist."""
 
     attention_norm: torch.Tensor | None
     qkv: PackedLinear
-    """Fused also where it is a JoinedLinear of up to QKV_PARTS."""
+    """Query, key and value projections. A JoinedLinear of up to QKV_PARTS parts is supported too."""
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     norm_kind: NormKind
     """Kind of `query_norm` and `key_norm`."""
     out: PackedLinear
     attention_output_norm: torch.Tensor | None
-    """Norm of attention's output, before it is added to the residual stream. `feed_forward_output_norm` is
-    that of the feed-forward's output."""
+    """Norm of the attention output before the residual addition. `feed_forward_output_norm` is that of the
+    feed-forward output."""
     feed_forward_norm: torch.Tensor | None
     feed_forward: FeedForwardWeights | ExpertsWeights
     feed_forward_output_norm: torch.Tensor | None
     attention_scale: float
     softcap: float | None
     sinks: torch.Tensor | None
-    """float32 [num_heads]."""
+    """float32 [num_heads]: attention sinks; None: there are none."""
     output_factor: float
-    """Factor of attention's output and of the feed-forward's, before each is added to the residual stream."""
+    """Factor of the attention and feed-forward outputs before the residual additions."""
     sliding_window: int | None
     has_other_rotations: bool
     scales_queries: bool
-    """Whether queries are multiplied by a step's `query_factors`."""
+    """Whether queries are multiplied by the step's `query_factors`."""
     group: int
-    """KV group: which of a step's metadata is this layer's."""
+    """Index of the layer's metadata in the step's list."""
 
 
 class PartAdapters(Protocol):
-    """The adapters of one part of a layer; see `ops.add_lora`."""
+    """Adapters of one part of a layer; see `ops.add_lora`."""
 
     a: torch.Tensor
     b: torch.Tensor
     filled: bytearray
-    """[num_slots]: 1 where a slot's adapter changes the part."""
+    """One byte per slot; 1: the slot's adapter changes the part."""
 
 
 class LayerAdapters(NamedTuple):
-    """Adapters of a layer's products: for each product those of its parts, in the order of the parts'
-    outputs. Experts have no adapters."""
+    """Adapters of a layer's linear layers. Each field lists those of one linear layer's parts, in the order
+    of the parts. Experts have no adapters."""
 
     qkv: Sequence[PartAdapters]
     out: Sequence[PartAdapters]
@@ -107,8 +109,8 @@ class LayerAdapters(NamedTuple):
 def can_fuse(
     layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int, attention: str | None
 ) -> bool:
-    """Whether NativeDecoder computes these layers, with the implementations that the registry picks; of
-    attention the one that is wanted."""
+    """Whether NativeDecoder can compute these layers: the registry must choose native implementations for
+    every operator. `attention`: name of the wanted attention implementation; None: the best."""
     linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
@@ -138,17 +140,17 @@ def can_fuse(
 
 
 class NativeDecoder:
-    """The layers of a decoder and its final norm.
+    """The layers of a decoder and its final norm, computed in one call.
 
     Args:
-        layers: with linear layers that are all of the same library.
-        final_norm: [hidden_size].
-        eps: of every norm.
-        num_heads: of queries.
+        layers: weights of each layer, all packed for the same instruction set.
+        final_norm: weight [hidden_size] of the final norm.
+        eps: epsilon of every norm.
+        num_heads: number of query heads.
         head_dim: size of a head.
         rotary_dim: leading dimensions of a head that are rotated.
-        embedding: what token ids are looked up in; None: the caller does.
-        head: of logits, to choose best tokens; None: the caller does.
+        embedding: table in which token ids are looked up; None: the caller looks them up.
+        head: output head with which best tokens are chosen; None: the caller chooses them.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class NativeDecoder:
         return table if table.dtype == self.dtype else None
 
     def take_adapters(self, layers: Sequence[LayerAdapters]) -> None:
-        """Gives every layer slots for adapters, of the layers' type."""
+        """Gives every layer its adapter slots. They have the layers' type."""
         for struct, layer in zip(self._layers, layers, strict=True):
             for name, parts in layer._asdict().items():
                 made = _array("AdapterPart", [adapter_part(part.a, part.b, part.filled) for part in parts])
@@ -205,7 +207,7 @@ class NativeDecoder:
                 self._owned += (made, parts)
 
     def can_use(self, kv_layer: KVLayer) -> bool:
-        """Whether the kernels read this type of cache."""
+        """Whether the kernels can read this type of cache."""
         return data_of(kv_layer).dtype in KV_TYPES
 
     def __call__(
@@ -222,25 +224,27 @@ class NativeDecoder:
         adapters: torch.Tensor | None = None,
         best: bool = False,
     ) -> torch.Tensor:
-        """Computes the layers and stores keys and values.
+        """Computes the layers, and stores the new tokens' keys and values.
 
         Args:
-            x: int64 [num_tokens], token ids, where it `looks_up`; or the embeddings
-                [num_tokens, hidden_size], overwritten.
-            rotations: float32 [num_positions, rotary_dim], cosines and then sines.
-            positions: int64 [num_tokens]: the row of each token.
-            kv_layers: of each layer; one list for one cache, as what is known of it is kept.
-            metas: of each KV group.
-            rows: int64 [num_rows], ascending: tokens whose result is wanted. With none, only keys and values
+            x: int64 token ids [num_tokens] if this object `looks_up`; or embeddings [num_tokens,
+                hidden_size], which are overwritten.
+            rotations: float32 [num_positions, rotary_dim]: cosines, then sines.
+            positions: int64 [num_tokens]: row of `rotations` for each token.
+            kv_layers: view of each layer's cache. The caller must pass the same list for the same cache,
+                because structures made from it are kept.
+            metas: metadata of each KV group.
+            rows: int64 [num_rows], ascending: tokens whose result is returned. If empty, only keys and values
                 are computed.
-            other_rotations: what some layers have in place of `rotations`; None: none do.
-            query_factors: float32 [num_tokens], where layers scale queries.
-            adapters: int32 [num_tokens], contiguous: the slot of each token's adapter, -1: it has none; None:
+            other_rotations: rotations of the layers with another rotary embedding; None: there are none.
+            query_factors: float32 [num_tokens]: factors of the queries; None: no layer scales queries.
+            adapters: int32 [num_tokens], contiguous: slot of each token's adapter, -1 for no adapter; None:
                 no token has one.
-            best: whether the best next tokens are wanted, where it `chooses`.
+            best: whether to return the best next tokens, which needs a decoder that `chooses`.
 
         Returns:
-            [num_rows, hidden_size], the final norm applied; or int64 [num_rows] as of `PackedLinear.argmax`.
+            [num_rows, hidden_size] after the final norm; with `best`, int64 [num_rows] as
+            `PackedLinear.argmax` returns them.
         """
         are_ids = x.dtype == torch.int64
         assert x.is_contiguous() and (self.looks_up if are_ids else x.dtype == self.dtype), x.dtype
@@ -277,14 +281,14 @@ class NativeDecoder:
 
 
 def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
-    """The structures `name` behind each other."""
+    """Returns an array of the structures `name`."""
     made = list(structs)
     array: Array[Any] = (declarations().structure(name) * len(made))(*made)
     return array
 
 
 def _norms(layer: DecoderLayerWeights) -> tuple[torch.Tensor | None, ...]:
-    """In the structure's order."""
+    """Returns the layer's norm weights, in the order of the C++ structure."""
     return (
         *(layer.attention_norm, layer.feed_forward_norm),
         *(layer.attention_output_norm, layer.feed_forward_output_norm),
@@ -297,7 +301,7 @@ def _qkv(layer: DecoderLayerWeights) -> Sequence[PackedLinear]:
 
 
 def _linears(layer: DecoderLayerWeights) -> list[PackedLinear]:
-    """The products of a layer, but for those of its experts."""
+    """Returns the linear layers of a layer, except those of its experts."""
     forward = layer.feed_forward
     last = [forward.router] if isinstance(forward, ExpertsWeights) else [forward.gate_up, forward.down]
     return [*_qkv(layer), layer.out, *last]

@@ -16,9 +16,10 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.weights import W8A8_GROUP, QuantizedRows, quantize_weight
 
 BLOCK_COLUMNS = 32
-"""Columns of a block, as in gemm.h."""
+"""Columns in a block; the same as in gemm.h."""
 INPUTS_MULTIPLE = 32
-"""in_features of every weight; half of a gated one's rows are a multiple of half of it."""
+"""in_features of every weight must be a multiple of this. Half of a gated weight's rows must be a multiple of
+half of this."""
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _RESTORED = (*_FORMATS.values(), Format.GROUPED)
 _QUANTISED = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}
@@ -45,7 +46,7 @@ def can_pack(
     quantization: str | None = None,
     **_: object,
 ) -> bool:
-    """Whether the kernels take a matrix of this shape."""
+    """Whether the kernels support a matrix of this shape."""
     if quantization is not None and quantization not in _QUANTISED:
         return False
     multiple = W8A8_GROUP if quantization == "w8a8" else INPUTS_MULTIPLE
@@ -98,7 +99,8 @@ class NativeLinear:
         there is no table."""
 
     def state(self) -> dict[str, Any]:
-        """All that `restored` needs, on this processor and with this library: values of JSON, and tensors."""
+        """Returns everything that `restored` needs, on this processor and with this library: JSON values and
+        tensors."""
         struct = type(self.struct).from_buffer_copy(self.struct)
         struct.data = struct.scales = struct.bias = struct.groups.table = None
         return {
@@ -113,7 +115,7 @@ class NativeLinear:
 
     @classmethod
     def restored(cls, library: ctypes.CDLL, state: Mapping[str, Any]) -> NativeLinear:
-        """The layer whose `state` this is; the data in it must be aligned as `aligned_bytes` are."""
+        """Rebuilds a layer from its `state`. The tensors must be aligned like `aligned_bytes`."""
         self = cls.__new__(cls)
         self.isa, self.library, self.dtype = state["isa"], library, getattr(torch, state["dtype"])
         self._data, self._scales, self._bias = state["data"], state["scales"], state["bias"]
@@ -177,7 +179,8 @@ class NativeLinear:
 
 
 class _UngatedLinear(NativeLinear):
-    """A gated layer's weights, whose columns take turns (`packed_row` in pack.h), without the activation."""
+    """A gated layer without its activation. The packed columns alternate between gate and up (`packed_row` in
+    pack.h)."""
 
     def __init__(self, gated: NativeLinear) -> None:
         vars(self).update(vars(gated))

@@ -15,12 +15,13 @@ from quire_kernels.routing import SIGMOID_EPSILON, Routing
 from quire_kernels.weights import PackedLinear
 
 _SCORING = {"softmax": 0, "sigmoid": 1}
-"""Codes of `Scoring` in moe.h, and of `Shared`."""
+"""Codes of `Scoring` in moe.h. `_SHARED` has those of `Shared`."""
 _SHARED = {None: 0, "whole": 1, "gated": 2}
 
 
 def can_join(isa: str, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **_: object) -> bool:
-    """Whether the kernels take these together: experts of one form, whose inner sizes alone may differ."""
+    """Whether the kernels can join these experts. They must have the same form; only their inner sizes may
+    differ."""
     layers = []
     for linears in (gate_up, down):
         layers.append([one.struct for one in linears if isinstance(one, NativeLinear) and one.isa == isa])
@@ -50,7 +51,8 @@ class NativeExperts:
         self._pointers = [addressof(array) for array in arrays]
 
     def struct(self, num_chosen: int) -> Any:
-        """The structure for tokens with so many experts, for as long as this object lives."""
+        """Returns the C++ structure for `num_chosen` experts per token. It is valid as long as this object
+        lives."""
         return declarations().structure("Experts")(*self._pointers, self.num_experts, num_chosen)
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -74,7 +76,8 @@ class NativeExperts:
 
 
 def routing_struct(routing: Routing, num_experts: int, bias: torch.Tensor | None) -> Structure:
-    """The structure for a routing among so many experts, the shared one apart; `bias` must outlive it."""
+    """Returns the C++ structure for a routing among `num_experts` experts, without the shared one. `bias`
+    must live as long as the structure."""
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()), bias
     struct: Structure = declarations().structure("Routing")(
         None if bias is None else bias.data_ptr(),

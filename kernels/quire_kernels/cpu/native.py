@@ -1,6 +1,6 @@
-"""The C++ kernels through ctypes: the structures of src/, and the library of an instruction set.
+"""Calls the C++ kernels through ctypes: the structures of src/, and the library of an instruction set.
 
-ctypes releases the GIL during a call, so that other threads of the engine go on meanwhile.
+ctypes releases the GIL during a call, so other threads of the engine continue.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from quire_kernels.quantized_kv import KVLayer, QuantizedKV
 logger = logging.getLogger("quire_kernels")
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Codes of activations' types (Type), and of plain KV (KVType)."""
+"""Codes of the types of activations (`Type`) and of a plain KV cache (`KVType`)."""
 KV_TYPES = {**TYPES, torch.int8: 2}
 
 
 class Format(IntEnum):
-    """How weights are packed; `Format` of gemm.h."""
+    """Formats of packed weights; `Format` of gemm.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -48,7 +48,7 @@ class ScaleType(IntEnum):
 
 
 class Activation(IntEnum):
-    """Activations of the gate in a gated product; `Activation` of gemm.h. NONE: the product is not gated."""
+    """Activations of the gate in a gated product; `Activation` of gemm.h. NONE: no gate."""
 
     NONE = 0
     SILU = 1
@@ -59,7 +59,7 @@ class Activation(IntEnum):
 
 @functools.cache
 def declarations() -> Declarations:
-    """Structures and functions of src/."""
+    """Returns the structures and functions declared in src/."""
     names = (
         "layout.h",
         "elementwise.h",
@@ -81,13 +81,14 @@ _load_seconds: list[float] = []
 
 
 def load_seconds() -> float:
-    """Seconds that this process has spent loading libraries, compiling them included."""
+    """Returns the seconds that this process has spent loading and compiling libraries."""
     return sum(_load_seconds)
 
 
 @functools.cache
 def library(isa: str) -> ctypes.CDLL | None:
-    """The kernels for an instruction set, compiled on first use; None, which is logged, without them."""
+    """Returns the kernels for an instruction set. The first call compiles them. None: they are not available,
+    which is logged."""
     begin = time.monotonic()
     try:
         if isa not in supported_isas():
@@ -110,20 +111,21 @@ def library(isa: str) -> ctypes.CDLL | None:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that share the work of every kernel, the calling one included."""
+    """Sets the number of threads that share each kernel's work, the calling thread included."""
     torch.set_num_threads(count)
     for loaded in _loaded:
         loaded.quire_set_num_threads(count)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., size] as [n, size] whose rows are contiguous, one by one."""
+    """Returns x [..., size] as [n, size]. Each row is contiguous, but rows may have gaps between them."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def kv_struct(kv_layer: KVLayer) -> Structure:
-    """The structure for a layer's view of the cache, which must outlive it."""
+    """Returns the C++ structure for a layer's view of the cache. The view must live as long as the
+    structure."""
     data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
     _, _, num_kv_heads, block_size, head_dim = data.shape
     strides = data.stride()
@@ -145,11 +147,13 @@ def kv_struct(kv_layer: KVLayer) -> Structure:
 
 
 def adapter_part(a: torch.Tensor, b: torch.Tensor, filled: bytearray | None = None) -> Structure:
-    """The structure for the adapters of a layer's part, whose operands must outlive it.
+    """Returns the C++ structure for the adapters of a layer's part. The arguments must live as long as the
+    structure.
 
     Args:
-        a: see `ops.add_lora`; and `b`.
-        filled: whether the adapter in a slot changes the part; None: each does.
+        a: adapters' A matrices; see `ops.add_lora`.
+        b: adapters' B matrices; see `ops.add_lora`.
+        filled: one byte per slot, 1 if its adapter changes the part; None: all do.
     """
     return declarations().structure("AdapterPart")(
         a.data_ptr(),
@@ -162,7 +166,7 @@ def adapter_part(a: torch.Tensor, b: torch.Tensor, filled: bytearray | None = No
 
 
 def batch_struct(meta: AttentionMetadata) -> Structure:
-    """The structure for a batch, whose tensors must outlive it."""
+    """Returns the C++ structure for a batch. The batch's tensors must live as long as the structure."""
     assert meta.block_table.stride(1) == 1 or meta.block_table.shape[1] == 1, meta.block_table.stride()
     assert meta.slot_mapping.is_contiguous()
     return declarations().structure("Batch")(

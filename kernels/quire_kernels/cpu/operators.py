@@ -1,4 +1,5 @@
-"""The operators on the C++ kernels, one implementation for each instruction set of this processor."""
+"""Registers the C++ kernels as implementations of the operators, one for each instruction set of this
+processor."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ logger = logging.getLogger("quire_kernels")
 
 DTYPES = tuple(TYPES)
 VECTOR = 16
-"""Sizes of heads and rows are multiples of it."""
+"""Sizes of heads and rows must be multiples of this."""
 MAX_KEY_DIM = 256
-"""Largest size of the keys of the gated delta rule; `max_key_dim` of gated_delta.h."""
+"""Largest key size of the gated delta rule; `max_key_dim` of gated_delta.h."""
 
 
 def rms_norm(
@@ -202,8 +203,8 @@ def forbid_others(isa: str, logits: torch.Tensor, allowed: torch.Tensor) -> None
 def sample(isa: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """See `ops.sample`.
 
-    The same on every instruction set. Tokens equal the reference's except where rounding of a probability
-    decides: a cumulative sum within about 1e-7 of the drawn number, or of top_p.
+    All instruction sets give the same tokens. They equal the reference's unless the rounding of a probability
+    decides: a cumulative sum is within about 1e-7 of the drawn number, or of top_p.
     """
     edits = rows.edits
     if logits.stride(1) != 1:
@@ -328,7 +329,8 @@ def moe(isa: str, *args: Any) -> NativeExperts:
 
 
 def _with_heads_together(x: torch.Tensor) -> torch.Tensor:
-    """x [num_tokens, num_heads, head_dim] whose tokens are contiguous, one by one."""
+    """Returns x [num_tokens, num_heads, head_dim] with each token contiguous; tokens may have gaps between
+    them."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -339,7 +341,7 @@ def _kernels(isa: str) -> ctypes.CDLL:
 
 
 def _in_vectors(*sizes: str) -> Any:
-    """A predicate: these facts are multiples of VECTOR."""
+    """Makes a predicate: whether the named facts are multiples of VECTOR."""
 
     def predicate(isa: str, **facts: Any) -> bool:
         if facts.get("kv_dtype", torch.float32) not in KV_TYPES:

@@ -1,10 +1,10 @@
-"""CUDA C++ to machine code through NVRTC, once per source, options, architecture and NVRTC version.
+"""Compiles CUDA C++ to machine code through NVRTC, once per source, options, architecture and NVRTC version.
 
     python -m quire_kernels.cuda.compiler [--arch sm_90a] [--source linear]
 
-compiles every kernel, for four architectures if none is named, and prints a line of JSON for each: what it
-needs of a multiprocessor. No GPU and no CUDA toolkit is needed, only the packages cuda-core and
-nvidia-cuda-nvrtc. Importing this module imports neither.
+compiles every kernel, for four architectures if none is named, and prints a line of JSON with each kernel's
+resources. It needs no GPU and no CUDA toolkit, only the packages cuda-core and nvidia-cuda-nvrtc. Importing
+this module imports neither.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ logger = logging.getLogger("quire_kernels")
 SOURCES = Path(__file__).with_name("src")
 INCLUDES = Path(__file__).with_name("include")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
-"""Architectures that `main` compiles for if none is named: A100, L40S and RTX 40, H100 and H200, B200."""
+"""Architectures for which `main` compiles if none is named: A100; L40S and RTX 40; H100 and H200; B200."""
 STANDARD = "c++17"
 
 
 class CompileError(RuntimeError):
-    """A kernel cannot be had here; says why."""
+    """A kernel cannot be compiled or loaded here. The message says why."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One source file with values for its macros: what is compiled at once."""
+    """One source file with values for its macros: the unit of compilation."""
 
     source: str
     """Name of a file in src/, without its suffix."""
@@ -57,25 +57,25 @@ class Unit:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a multiprocessor that a kernel needs, per thread or per block."""
+    """Resources of a multiprocessor that a kernel uses, per thread or per block."""
 
     registers: int
-    """32-bit, per thread."""
+    """32-bit registers per thread."""
     local_bytes: int
-    """Local memory per thread: spilled registers, and arrays that are indexed at run time."""
+    """Bytes of local memory per thread, for spilled registers and arrays that are indexed at run time."""
     shared_bytes: int
-    """Shared memory per block, static only."""
+    """Bytes of static shared memory per block."""
 
 
 def is_installed() -> bool:
-    """Whether there is an NVRTC and its binding; found by their files, nothing is imported."""
+    """Whether NVRTC and its Python binding are installed. It looks for their files and imports nothing."""
     spec = importlib.util.find_spec("cuda")
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     return any((place / "core").is_dir() for place in places)
 
 
 def attention_units() -> Iterator[Unit]:
-    """Variants of paged attention: head size, type of the query, type of the cache."""
+    """Yields the variants of paged attention: head size, type of the query, type of the cache."""
     for query in ("BFloat16", "Float16"):
         for head_dim in (64, 80, 96, 128, 256):
             for cache in (0, 1, 2) if head_dim in (64, 128, 256) else (0,):
@@ -83,17 +83,17 @@ def attention_units() -> Iterator[Unit]:
 
 
 def attention_unit(query: str, head_dim: int, cache: int) -> Unit:
-    """Paged attention; `cache` is 0 for the query's type, 1 for int8, 2 for e4m3."""
+    """Returns the unit of paged attention. `cache`: 0 for the query's type, 1 for int8, 2 for e4m3."""
     return Unit("attention", (("QUERY", query), ("HEAD_DIM", str(head_dim)), ("CACHE", str(cache))))
 
 
 def linear_unit(number: str, codes: str) -> Unit:
-    """Products with quantised weights; `codes` as in numbers.cuh."""
+    """Returns the unit of products with quantised weights. `codes`: a name in numbers.cuh."""
     return Unit("linear", (("TYPE", number), ("CODES", codes)))
 
 
 def all_units() -> list[Unit]:
-    """Every variant that the operators can ask for."""
+    """Returns every variant that the operators may request."""
     units = list(attention_units())
     for number in ("BFloat16", "Float16", "Float32"):
         units += [Unit("elementwise", (("TYPE", number),)), Unit("cache", (("TYPE", number),))]
@@ -104,14 +104,14 @@ def all_units() -> list[Unit]:
 
 
 def cubin(unit: Unit, arch: str) -> bytes:
-    """Machine code of a unit for one architecture, from the cache on disk or compiled.
+    """Returns the machine code of a unit for one architecture, from the cache on disk or newly compiled.
 
     Args:
         unit: what to compile.
-        arch: as NVRTC names it: "sm_90a".
+        arch: NVRTC's name of the architecture, such as "sm_90a".
 
     Raises:
-        CompileError: no NVRTC, or it refused the source.
+        CompileError: there is no NVRTC, or it refused the source.
     """
     path = cache_directory("cuda") / f"{unit.source}-{arch}-{_key(unit, arch)}.cubin"
     code = kept(path)
@@ -137,7 +137,7 @@ def _compile(unit: Unit, arch: str) -> bytes:
 
 @functools.cache
 def _core() -> Any:
-    """The binding, whose place depends on its version."""
+    """Imports the binding, whose module name depends on its version."""
     errors = []
     for name in ("cuda.core", "cuda.core.experimental"):
         try:
@@ -152,10 +152,10 @@ def _core() -> Any:
 
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor.
+    """Returns NVRTC's (major, minor) version.
 
     Raises:
-        CompileError: there is none.
+        CompileError: there is no NVRTC.
     """
     try:
         _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
@@ -165,7 +165,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _key(unit: Unit, arch: str) -> str:
-    """Digest of all that the machine code depends on."""
+    """Returns a digest of everything that determines the machine code."""
     digest = hashlib.sha256(repr((unit, arch, STANDARD, nvrtc_version())).encode())
     for path in [SOURCES / f"{unit.source}.cu", *sorted(INCLUDES.iterdir())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -173,7 +173,7 @@ def _key(unit: Unit, arch: str) -> str:
 
 
 def tool(name: str) -> str | None:
-    """Path of cuobjdump or nvdisasm: the toolkit's, or that in Triton's wheel; None if there is none."""
+    """Returns the path of cuobjdump or nvdisasm, from the toolkit or Triton's wheel; None: there is none."""
     found = shutil.which(name)
     spec = None if found else importlib.util.find_spec("triton")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -184,7 +184,7 @@ def tool(name: str) -> str | None:
 
 
 def resources(code: bytes) -> dict[str, Resources]:
-    """Resources of a cubin's kernels by name, without a GPU.
+    """Returns the resources of a cubin's kernels, by name. It needs no GPU.
 
     Raises:
         CompileError: there is no cuobjdump.
@@ -198,7 +198,7 @@ def resources(code: bytes) -> dict[str, Resources]:
 
 
 def disassembly(code: bytes) -> str:
-    """SASS of a cubin; CompileError without cuobjdump."""
+    """Returns the SASS of a cubin; raises CompileError if there is no cuobjdump."""
     return _cuobjdump(code, "--dump-sass")
 
 
@@ -220,7 +220,7 @@ def _cuobjdump(code: bytes, option: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles everything and prints a line of JSON per kernel; 1 if any kernel spills."""
+    """Compiles every kernel and prints a line of JSON for each. Returns 1 if a kernel spills, else 0."""
     parser = argparse.ArgumentParser(description="compile the CUDA kernels and report what they need")
     parser.add_argument("--arch", action="append", help=f"may repeat; default: {', '.join(ARCHITECTURES)}")
     parser.add_argument("--source", help="compile this source only")

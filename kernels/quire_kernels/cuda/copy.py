@@ -1,4 +1,5 @@
-"""Blocks between pinned host memory and the GPU: many copies in one driver call where the driver has it."""
+"""Copies blocks between pinned host memory and the GPU: many copies in one driver call, if the driver
+supports it."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ class _Attributes(ctypes.Structure):
 
 
 def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-    """Starts independent copies in a stream; each may go to the host, to the GPU, or stay there.
+    """Starts independent copies in a stream, in any direction between host and GPU, or within one.
 
-    Sources are read in the stream's order, so blocks that a kernel in the stream has just written are copied
-    as written. Host memory is pinned: of pageable memory the copies would not be asynchronous.
+    Sources are read in the stream's order: a block that an earlier kernel in the stream writes is copied as
+    written. Host memory must be pinned, because copies of pageable memory are not asynchronous.
 
     Args:
         targets: addresses; no copy's target overlaps another copy's source or target.
         sources: addresses.
-        sizes: bytes.
-        stream: handle of the stream; of the legacy default stream, 0, copies are started one by one.
+        sizes: bytes of each copy.
+        stream: handle of the stream. In the legacy default stream, 0, copies are started one by one.
 
     Raises:
         RuntimeError: the driver refused; some copies may have been started.
@@ -41,7 +42,8 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
 
 
 def _copy_at_once(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> bool:
-    """False where the driver has no such call: it is one of CUDA 12.8."""
+    """Starts all copies with one driver call. Returns False if the driver has no such call (it came with CUDA
+    12.8)."""
     batch = getattr(driver(), "cuMemcpyBatchAsync", None)
     if batch is None:
         return False

@@ -1,4 +1,4 @@
-"""The operators of `ops` on the kernels of src/, with any launcher: a GPU's, or the tests' emulation."""
+"""Operators of `ops` on the CUDA kernels of src/, with any launcher: a GPU's, or the tests' emulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "F
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUANTIZED_HEAD_DIMS = (64, 128, 256)
 MAX_ROW_BYTES = 1024 * 4 * 16
-"""Most bytes of a row that `rms_norm` normalises: 1024 threads keep 4 vectors each."""
+"""Most bytes of a row that `rms_norm` normalises: each of 1024 threads holds 4 vectors of 16 bytes."""
 MAX_CHUNKS = 32
 _ROWS = 16
 _ATTENTION_THREADS = 128
@@ -28,7 +28,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def attention_shared_bytes(head_dim: int, cache: int) -> int:
-    """Dynamic shared memory of attention.cu, where these offsets are defined."""
+    """Returns the bytes of dynamic shared memory that attention.cu needs. attention.cu defines the layout."""
     tile, element = 32 if head_dim > 128 else 64, 1 if cache else 2
     row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 192
     stages = 4 if cache else 3
@@ -39,22 +39,23 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Work of each block of an attention launch, planned on the device and shared by the layers of a step."""
+    """Work of each block of an attention launch. It is planned on the device, and all layers of a step share
+    it."""
 
     items: torch.Tensor
-    """int32 [num_items, 8]"""
+    """int32 [num_items, 8]: `Item` structures of attention.cu."""
     starts: torch.Tensor
-    """int32 [num_blocks, 4]"""
+    """int32 [num_blocks, 4]: where each block's run of chunks begins."""
     total: torch.Tensor
-    """int32 [1]"""
+    """int32 [1]: number of tiles of all items and heads."""
     tickets: torch.Tensor
-    """int32 [num_blocks]"""
+    """int32 [num_blocks]: counters that a launch uses; zero before and after it."""
     states: torch.Tensor
-    """float32 [num_blocks, MAX_CHUNKS, rows, head_dim + 2]: scratch, one layer's at a time."""
+    """float32 [num_blocks, MAX_CHUNKS, rows, head_dim + 2]: scratch memory, used by one layer at a time."""
 
 
 class Kernels:
-    """The operators' functions, as `registry` wants them."""
+    """Functions of the operators, in the form in which the registry calls them."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -68,7 +69,7 @@ class Kernels:
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `ops.paged_attention`; meant for few new tokens per sequence, correct for any number."""
+        """See `ops.paged_attention`. Fast for few new tokens per sequence, correct for any number."""
         data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
         _, _, num_kv_heads, block_size, head_dim = data.shape
         num_heads = query.shape[1]
@@ -201,7 +202,8 @@ class Kernels:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ops.add_rms_norm`; the sum, or x itself without a residual, comes second."""
+        """See `ops.add_rms_norm`. Returns (normalised sum, sum); without a residual, x itself counts as the
+        sum."""
         size = x.shape[-1]
         rows = aligned_rows(x)
         other = None if residual is None else aligned_rows(residual)
@@ -231,15 +233,15 @@ class Kernels:
         return out
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activations in eight bits, as they come.
+        """Quantises activations to FP8 with a scale per row.
 
         Args:
             x: [n, size], of any type in TYPES; size is a multiple of 16.
 
         Returns:
-            float8_e4m3fn [n, size], rounded to nearest even, and float32 [n, 1]: a number is about its code
-            times its row's scale, the largest magnitude by 448 (zeros: the smallest normal number). Rows with
-            NaN or infinities have zeros and a NaN scale.
+            float8_e4m3fn [n, size], rounded to nearest even, and float32 [n, 1]. A value is about code *
+            scale. A row's scale is its largest magnitude / 448; for a row of zeros, it is the smallest normal
+            number. Rows with NaN or infinities get zeros and a NaN scale.
         """
         rows = aligned_rows(x)
         count, size = rows.shape
@@ -296,14 +298,15 @@ class Kernels:
         return out
 
     def _launch_rows(self, kernel: str, x: torch.Tensor, values: tuple[Any, ...]) -> None:
-        """A kernel of sampling.cu, a block per row: two small ones per multiprocessor if there are enough."""
+        """Launches a kernel of sampling.cu with a block per row. With more rows than multiprocessors, blocks
+        have half as many threads, so that two of them run on one multiprocessor."""
         threads = 512 if x.shape[0] > self.launcher.multiprocessors(x.device) else 1024
         if x.shape[0]:
             self.launcher.launch(x.device, Unit("sampling"), kernel, (x.shape[0], 1), threads, values)
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., size] as [n, size], each row contiguous and on 16 bytes."""
+    """Returns x [..., size] as [n, size], each row contiguous and aligned to 16 bytes."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
     # A single row is contiguous already: `contiguous` would leave it where it is.
@@ -311,7 +314,7 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def can_attend(**facts: Any) -> bool | str:
-    """Whether `Kernels.paged_attention` knows a head size and block size, and queries are short."""
+    """Whether `Kernels.paged_attention` supports this head size and block size, and queries are short."""
     if facts.get("sinks"):
         return NO_SINKS
     quantized = facts.get("kv_dtype") in KV_KINDS
@@ -327,16 +330,17 @@ def can_attend(**facts: Any) -> bool | str:
 
 
 def can_write(**facts: Any) -> bool:
-    """Whether `norm_rope_write`, `write_kv` and `rope` know a head size."""
+    """Whether `norm_rope_write`, `write_kv` and `rope` support this head size."""
     kv_dtype = facts.get("kv_dtype")
     return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **KV_KINDS})
 
 
 def can_keep_row(**facts: Any) -> bool:
-    """Whether rows of `size` numbers, of any type, are whole vectors that the threads of a block can keep."""
+    """Whether rows of `size` numbers, of any type, consist of whole vectors that the threads of one block can
+    hold."""
     return facts["size"] % 8 == 0 and facts["size"] * 4 <= MAX_ROW_BYTES
 
 
 def can_gate(**facts: Any) -> bool:
-    """Whether rows of `size` numbers are whole vectors."""
+    """Whether rows of `size` numbers consist of whole vectors."""
     return bool(facts["size"] % 8 == 0)

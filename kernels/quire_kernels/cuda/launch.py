@@ -1,6 +1,7 @@
-"""Kernels on the current device and stream, through the CUDA driver.
+"""Launches kernels on the current device and stream, through the CUDA driver.
 
-The driver is called with ctypes: a launch costs a few microseconds, and no binding's version matters.
+The driver is called with ctypes: a launch takes a few microseconds, and it does not depend on a binding's
+version.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _SHARED, _LOCAL, _REGISTERS = 1, 3, 4
 _INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT"""
 FREE_SHARED = 48 << 10
-"""Bytes of shared memory that a block gets without asking."""
+"""Bytes of shared memory that a block may use without a special attribute."""
 
 
 class Launcher:
-    """Starts kernels in torch's current stream; tests put an emulation in the place of the driver."""
+    """Launches kernels in torch's current stream. Tests replace the driver by an emulation."""
 
     def multiprocessors(self, device: torch.device) -> int:
-        """How many multiprocessors the device has."""
+        """Returns the number of the device's multiprocessors."""
         return _multiprocessors(device.index)
 
     def launch(
@@ -45,21 +46,21 @@ class Launcher:
         values: Sequence[Any],
         shared_bytes: int = 0,
     ) -> None:
-        """Starts a kernel.
+        """Launches a kernel.
 
         Args:
-            device: where the tensors in `values` are.
-            unit: what defines the kernel.
-            kernel: its name.
-            grid: blocks in x and y.
-            threads: per block.
-            values: fields of the one structure that it takes, in order: numbers, tensors for pointers (None
-                for null), tuples for structures. Tensors must outlive the launch only in the stream's order,
-                as torch's allocator sees to.
-            shared_bytes: dynamic shared memory per block.
+            device: device of the tensors in `values`.
+            unit: source that defines the kernel.
+            kernel: name of the kernel.
+            grid: number of blocks in x and y.
+            threads: threads per block.
+            values: fields of the kernel's one parameter structure, in order: numbers, tensors for pointers
+                (None for null), tuples for structures. Tensors may be freed after the launch, because torch's
+                allocator keeps the stream's order.
+            shared_bytes: bytes of dynamic shared memory per block.
 
         Raises:
-            CompileError: the kernel cannot be had.
+            CompileError: the kernel cannot be compiled or loaded.
         """
         structure = _parameters(unit.source, kernel)
         assert len(values) == len(structure._fields_), (kernel, len(values))
@@ -76,7 +77,7 @@ class Launcher:
         params: ctypes.Structure,
         shared_bytes: int,
     ) -> None:
-        """See `launch`; `params` is read before this returns."""
+        """Launches a kernel; see `launch`. `params` is read before this returns."""
         function = loaded(unit, kernel, device.index, shared_bytes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
@@ -102,7 +103,7 @@ def _field(value: Any) -> Any:
 
 @functools.cache
 def driver() -> Any:
-    """libcuda; CompileError without one."""
+    """Returns libcuda; raises CompileError if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -118,9 +119,9 @@ def check(status: int) -> None:
 
 
 def ensure_context(device: int) -> None:
-    """Makes the device's primary context, which is torch's, the thread's current one if it has none.
+    """If the thread has no current context, makes the device's primary context current, which torch uses too.
 
-    Only calls that a stream in capture allows.
+    It only makes calls that are allowed while a stream is captured.
     """
     context = ctypes.c_void_p()
     check(driver().cuCtxGetCurrent(ctypes.byref(context)))
@@ -131,7 +132,7 @@ def ensure_context(device: int) -> None:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """The architecture as NVRTC names it, with the features that Hopper alone has."""
+    """Returns NVRTC's name of the device's architecture, including features that only Hopper has."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 
@@ -153,7 +154,7 @@ def _module(unit: Unit, device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def loaded(unit: Unit, kernel: str, device: int, shared_bytes: int = 0) -> ctypes.c_void_p:
-    """The driver's handle of a kernel, compiled and loaded on first use.
+    """Returns the driver's handle of a kernel. The first call compiles and loads it.
 
     Raises:
         CompileError: it cannot be compiled.
@@ -170,7 +171,7 @@ def loaded(unit: Unit, kernel: str, device: int, shared_bytes: int = 0) -> ctype
 
 
 def loaded_resources(function: ctypes.c_void_p) -> Resources:
-    """Resources that a loaded kernel needs, as the driver reports them."""
+    """Returns the resources of a loaded kernel, as the driver reports them."""
     values = []
     for attribute in (_REGISTERS, _LOCAL, _SHARED):
         value = ctypes.c_int()

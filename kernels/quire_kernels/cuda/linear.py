@@ -1,7 +1,9 @@
-"""Linear layers: of plain weights cuBLAS, through torch, with our gate behind it; quantised ones, linear.cu.
+"""Linear layers on GPUs. Plain weights use cuBLAS through torch, followed by our gate kernel. Quantised
+weights use linear.cu.
 
-Where torch multiplies fp8 by fp8, "fp8" is that product, with rows of x quantised as they come: from some 16
-rows on it is faster than linear.cu, up to four times where rows are many. Else weights are quantised alone.
+If torch can multiply fp8 by fp8, "fp8" uses that product and quantises the rows of x at run time. From some
+16 rows on this is faster than linear.cu, up to four times with many rows. Otherwise only the weights are
+quantised.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ from quire_kernels.weights import FP8, INT4_GROUP, PackedLinear, QuantizedRows, 
 logger = logging.getLogger("quire_kernels")
 
 MAX_ROWS = 64
-"""Rows of x up to which the codes are read as they are; more are cuBLAS's, with weights widened for it."""
+"""Most rows of x for which kernels read the codes directly. With more rows, weights are dequantised and
+cuBLAS multiplies."""
 CODES = {"int8": "INT8", "w8a8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
 """Name of the codes of each quantisation in numbers.cuh (`Codes`)."""
 FLOAT8_CAPABILITY = (9, 0)
-"""The first one whose products of fp8 take a scale for each row of both operands."""
+"""Least compute capability whose fp8 products take a scale per row for both operands."""
 FLOAT8_MULTIPLE = 16
-"""Number of which both sizes of a matrix are multiples in products of fp8 by fp8."""
+"""Both sizes of a matrix must be multiples of this in products of fp8 by fp8."""
 _MAX_TOKENS = 32
-"""Most tokens, rows of x, that one launch computes."""
+"""Most tokens (rows of x) that one launch computes."""
 # As linear.cu has them.
 _WARPS, _WIDEN_WARPS, _WIDEN_TILES = 4, 8, 4
 _GROUP = 32
 _BLOCKS_PER_MULTIPROCESSOR = 6
 _MIN_TILES = 4
-"""Tiles of inputs that a warp has at least, where inputs are cut into slices."""
+"""Least number of input tiles per warp, if the inputs are divided into slices."""
 _BYTES = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
 _NIBBLES = torch.tensor([[0, 4, 1, 5], [2, 6, 3, 7]])
 """Orders in which eight inputs lie in memory. `_BYTES` is that of codes of eight bits. `_NIBBLES` is that of
@@ -61,7 +64,7 @@ def pack(
 
 
 class Linear(TorchLinear):
-    """See `ops.pack_linear`. Nothing reads plain weights faster than cuBLAS, at whatever number of rows."""
+    """See `ops.pack_linear`. Uses cuBLAS, which is the fastest for plain weights with any number of rows."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class Linear(TorchLinear):
 
 
 class _CodedLinear(PackedLinear):
-    """See PackedLinear: what layers of codes and scales have in common, however these lie."""
+    """Base of the layers with codes and scales in linear.cu's layout or torch's; see PackedLinear."""
 
     def __init__(
         self,
@@ -123,9 +126,10 @@ class _CodedLinear(PackedLinear):
 
 
 class QuantizedLinear(_CodedLinear):
-    """See `ops.pack_linear`: weights of one of CODES, in linear.cu's layout; of "w8a8" x stays as it is.
+    """See `ops.pack_linear`: weights quantised as one of CODES, in linear.cu's layout. With "w8a8", x is not
+    quantised.
 
-    A row's result does not depend on the number of rows up to MAX_ROWS. Calls must follow one another on one
+    Up to MAX_ROWS rows, a row's result does not depend on their number. Calls must follow one another on one
     stream.
     """
 
@@ -191,7 +195,8 @@ class QuantizedLinear(_CodedLinear):
         self.kernels.launcher.launch(x.device, self._unit, f"linear_{count}", grid, 32 * _WARPS, values)
 
     def _widened(self) -> torch.Tensor:
-        """[num_rows, in_features] in x's type, anew each time: only one layer's at once is kept."""
+        """Returns the dequantised weights [num_rows, in_features] in x's type. They are computed each time,
+        so only one layer's exist at once."""
         out = torch.empty((self.num_rows, self.in_features), dtype=self.dtype, device=self.codes.device)
         grid = (self._row_tiles, -(-self._input_tiles // (_WIDEN_WARPS * _WIDEN_TILES)))
         name = "widen_float32" if self.dtype == torch.float32 else "widen"
@@ -201,14 +206,14 @@ class QuantizedLinear(_CodedLinear):
 
 
 class Float8Linear(_CodedLinear):
-    """See `ops.pack_linear`: "fp8" as torch's product of fp8 by fp8; rows of x are quantised as they come.
+    """See `ops.pack_linear`: "fp8" as torch's product of fp8 by fp8. Rows of x are quantised at run time.
 
-    Sums are float32 and rounded to 16 bits, before a bias is added and before they become float32 again: a
-    layer of logits is to be "fp8_weights". By rounding a row's result may depend on how many rows there are.
+    Sums are float32, but rounded to 16 bits before the bias is added, even if the result is float32. So
+    layers of logits should use "fp8_weights". A row's result may depend on the number of rows.
 
     Args:
-        weight: of 16-bit inputs; both sizes are multiples of FLOAT8_MULTIPLE.
-        result: what the product gives; see `float8_result`.
+        weight: weights for 16-bit inputs; both sizes are multiples of FLOAT8_MULTIPLE.
+        result: type of the product's result; see `float8_result`.
     """
 
     def __init__(
@@ -240,15 +245,17 @@ class Float8Linear(_CodedLinear):
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether there may be a `float8_product`, by the device's capability."""
+    """Whether the device's capability allows `float8_product`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 @functools.cache
 def float8_result(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
-    """Type of a `float8_product` for rows of `dtype`: that one, or bfloat16 where torch gives no other.
+    """Returns the type in which `float8_product` gives its result for rows of `dtype`: `dtype` itself, or
+    bfloat16 if torch does not support that.
 
-    None: it gives none at all. Found out by products, so not while a graph is recorded.
+    None: torch has no such product. The first call tries products, so it must not be made while a graph is
+    recorded.
     """
     ones = torch.ones((128, 128), device=device)
     scales, codes, reason = ones[:, :1].contiguous(), ones.to(FP8), ""
@@ -270,37 +277,37 @@ def float8_product(
     weight_scales: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x W^T of quantised matrices; tests put the CPU's in its place.
+    """Computes x W^T of quantised matrices. Tests replace it by a version for CPUs.
 
     Args:
         x: float8_e4m3fn [n, in_features], n > 0.
         x_scales: float32 [n, 1].
         weight: float8_e4m3fn [out_features, in_features].
         weight_scales: float32 [1, out_features].
-        dtype: of the result; bfloat16, and others where torch can do that.
+        dtype: type of the result: bfloat16, or another if torch supports it.
 
     Returns:
-        [n, out_features], the float32 sum of codes' products times both scales, rounded.
+        [n, out_features]: the float32 sum of the codes' products, times both scales, rounded.
     """
     return torch._scaled_mm(x, weight.T, x_scales, weight_scales, out_dtype=dtype)
 
 
 def _tiles(matrix: torch.Tensor, groups: int, size: int) -> torch.Tensor:
-    """[rows, n] as [tiles of rows, 2, 8, tiles of inputs, groups, size]; zeros fill up the last ones."""
+    """Divides [rows, n] into [tiles of rows, 2, 8, tiles of inputs, groups, size], padded with zeros."""
     missing = -matrix.shape[1] % (groups * size), -matrix.shape[0] % 32
     filled = F.pad(matrix, (0, missing[0], 0, missing[1]))
     return filled.reshape(len(filled) // 16, 2, 8, -1, groups, size)
 
 
 def _packed_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [tiles of rows, tiles of inputs, 512] of eight-bit codes; see linear.cu."""
+    """Packs eight-bit codes into int8 [tiles of rows, tiles of inputs, 512]; see linear.cu."""
     tiles = _tiles(codes.view(torch.int8), 4, _GROUP // 4)[..., _BYTES.to(codes.device)]
     return tiles.permute(0, 3, 2, 4, 1, 5).reshape(*tiles.shape[::3][:2], 512)
 
 
 def _packed_nibbles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [tiles of rows, tiles of inputs, 512] and float32 [the same, 32] of codes in [-8, 7] and their
-    scales; see linear.cu."""
+    """Packs codes in [-8, 7] into uint8 [tiles of rows, tiles of inputs, 512], and their scales into float32
+    [tiles of rows, tiles of inputs, 32]; see linear.cu."""
     tiles = _tiles(codes, 2 * 4, _GROUP // 4)
     low, high = ((tiles[..., which] + 8).to(torch.uint8) for which in _NIBBLES.to(codes.device))
     packed = (low | high << 4).unflatten(4, (2, 4)).permute(0, 3, 2, 5, 4, 1, 6)
@@ -311,17 +318,17 @@ def _packed_nibbles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """x W^T + b.
+    """Computes x W^T + b.
 
     Args:
         x: [..., in_features].
-        weight: [out_features, in_features], of x's type.
-        bias: [out_features], of x's type.
-        dtype: what the result is for.
+        weight: [out_features, in_features], in x's type.
+        bias: [out_features], in x's type; None: there is none.
+        dtype: type to which the caller will convert the result.
 
     Returns:
-        [..., out_features]: float32 for float32, where torch can do that, not rounded on the way; else x's
-        type.
+        [..., out_features]: float32 without rounding in between if `dtype` is float32 and torch supports it;
+        otherwise x's type.
     """
     if dtype != torch.float32 or x.dtype == torch.float32 or not can_widen(x.device.type):
         return F.linear(x, weight, bias)
@@ -332,13 +339,14 @@ def product(
 
 
 def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [n, out_features] of matrices of 16-bit numbers; tests put the CPU's in its place."""
+    """Multiplies matrices of 16-bit numbers into float32 [n, out_features]. Tests replace it by a version for
+    CPUs."""
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 @functools.cache
 def can_widen(device_type: str) -> bool:
-    """Whether there is a `float32_product`: on CUDA, from torch 2.8 on."""
+    """Whether `float32_product` is supported: on CUDA, from torch 2.8 on."""
     one = torch.ones((16, 16), dtype=torch.bfloat16, device=device_type)
     try:
         float32_product(one, one)
@@ -354,8 +362,8 @@ def can_pack(
     quantization: str | None = None,
     **_: object,
 ) -> bool:
-    """Whether `pack` takes a matrix of this shape: rows are whole vectors, tiles have no gates beside what
-    they are multiplied by."""
+    """Whether `pack` supports a matrix of this shape: rows consist of whole vectors, and no tile holds both
+    gates and the rows that they multiply."""
     if quantization is None:
         return activation is None or out_features % 16 == 0
     unit = INT4_GROUP if quantization == "int4" else 8

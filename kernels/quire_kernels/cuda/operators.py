@@ -1,8 +1,8 @@
-"""Registration as implementation "cuda" of the operators.
+"""Registers the CUDA kernels as implementation "cuda" of the operators.
 
-The chain is CUDA C++, Triton language, PyTorch: a kernel that cannot be compiled or loaded here is logged
-once and the next implementation is picked. Kernels are compiled when an operator is first selected for a
-shape.
+Implementations are preferred in the order CUDA C++, Triton language, PyTorch. If a kernel cannot be compiled
+or loaded, this is logged once and the next implementation is used. A kernel is compiled when an operator is
+first selected for a shape.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ logger = logging.getLogger("quire_kernels")
 
 NAME = "cuda"
 PRIORITY = 20
-"""Preferred to the Triton-language kernels."""
+"""Priority above the Triton-language kernels."""
 CAPABILITY = (8, 0)
-"""The first one with asynchronous copies and bfloat16 on tensor cores."""
+"""Least compute capability with asynchronous copies and bfloat16 on tensor cores."""
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALVES, torch.float32)
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether there are NVRTC, its binding and a GPU with CAPABILITY."""
+    """Whether NVRTC, its binding and a GPU of at least CAPABILITY are available."""
     return is_installed() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
 
 
 @functools.cache
 def compiles(unit: Unit, kernel: str, shared_bytes: int = 0) -> bool:
-    """Whether a kernel can be had on the current device; if not, a warning says why, once."""
+    """Whether a kernel can be compiled and loaded for the current device. If not, logs a warning with the
+    reason once."""
     try:
         loaded(unit, kernel, torch.cuda.current_device(), shared_bytes)
     except (CompileError, RuntimeError, OSError) as error:
@@ -57,15 +58,15 @@ def register(
     shapes: Callable[..., bool | str] | None = None,
     dtypes: tuple[torch.dtype, ...] = _FLOATS,
 ) -> None:
-    """Registers an operator.
+    """Registers an implementation of an operator.
 
     Args:
-        operator: its name.
+        operator: name of the operator.
         function: computes it.
-        probe: from the call's facts, (unit, kernel, dynamic shared memory) that has to compile; for a type of
-            several, since facts do not name the operands' type.
-        shapes: whether the facts are ones that the kernels know; None: any.
-        dtypes: of the operands; empty: any floating type.
+        probe: returns, from the call's facts, the (unit, kernel, bytes of dynamic shared memory) that must
+            compile. One type stands for several, because facts do not include the operands' type.
+        shapes: whether the kernels support the call's facts; None: they support all.
+        dtypes: types of the operands; empty: any floating type.
     """
 
     def can_do(**facts: Any) -> bool | str:
