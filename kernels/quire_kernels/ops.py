@@ -1,10 +1,10 @@
-"""The operators, as models call them. Each picks its implementation through the registry.
+"""The operators that models call. Each chooses its implementation through the registry.
 
-KV cache: one allocation in which a block (keys and values of all layers that share a block table, and their
-scales) is contiguous. The operators take one layer's view of it, `[num_blocks, 2, num_kv_heads, block_size,
-head_dim]` with keys at index 0 of the second dimension and values at 1, or a `QuantizedKV` of such a view and
-its scales. The slot of a token is `block_id * block_size + offset`. Where values are the keys, as in latent
-attention, both indices are the same memory (a stride of 0).
+KV cache: one allocation in which each block is contiguous. A block holds keys, values and scales of all
+layers that share a block table. The operators read a view of one layer, `[num_blocks, 2, num_kv_heads,
+block_size, head_dim]`, with keys at index 0 of the second dimension and values at 1; or a `QuantizedKV` of
+such a view and its scales. A token's slot is `block_id * block_size + offset`. If values are the keys, as in
+latent attention, both indices are the same memory (a stride of 0).
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch over its paged context, for prefill, decode and any mixture.
+    """Computes causal attention of a ragged batch over its paged context, for prefill, decode and any
+    mixture.
 
-    Keys and values of the new tokens are already in the cache (`write_kv`). The token at position p sees the
-    positions (p - sliding_window, p], or [0, p] without a window.
+    Keys and values of the new tokens must already be in the cache (`write_kv`). The token at position p sees
+    the positions (p - sliding_window, p], or [0, p] without a window.
 
     Args:
         query: [num_tokens, num_heads, head_dim].
         kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], a layer's view of the cache, plain or
-            quantised; num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head.
+            quantised. num_heads is a multiple of num_kv_heads; consecutive query heads share a KV head.
         meta: the batch.
         scale: factor of the scores, usually head_dim ** -0.5.
-        sliding_window: number of positions a token sees, itself included.
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: float32 [num_heads]: a score of every row of a head, not capped, whose value is zero: it takes
-            part in the softmax's denominator alone (gpt-oss; "Efficient Streaming Language Models with
-            Attention Sinks", arXiv 2309.17453).
-        implementation: name of the one to take, but for calls that it leaves to others; None: the best.
+        sliding_window: number of positions that a token sees, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap); None: they are not capped.
+        sinks: float32 [num_heads]: an additional score for every row of a head. It is not capped and has no
+            value, so it only increases the softmax's denominator (gpt-oss; "Efficient Streaming Language
+            Models with Attention Sinks", arXiv 2309.17453). None: there are none.
+        implementation: name of the implementation to use, except for calls that it declines; None: the best.
 
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
@@ -122,12 +123,12 @@ def _attend(
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor) -> None:
     """Stores the keys and values of new tokens in their slots.
 
-    A quantised layer gets, for each token and head, the scale max|x| / 127 (int8) or max|x| / 448 (fp8),
-    rounded to the scale's type, and x / scale rounded to nearest even. A NaN or an infinity makes the token's
-    whole head NaN when read.
+    A quantised layer gets one scale per token and head, max|x| / 127 (int8) or max|x| / 448 (fp8), rounded to
+    the scale's type, and x / scale rounded to nearest even. If a head of a token contains a NaN or an
+    infinity, all of that head is NaN when read.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_dim], rotated already.
+        key: [num_tokens, num_kv_heads, head_dim], already rotated.
         value: the same shape.
         kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], plain or quantised; written in place.
         slot_mapping: int64 [num_tokens]; every slot is valid, and no two tokens share one.
@@ -153,21 +154,22 @@ def norm_rope_write(
     kv_layer: KVLayer,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm of queries and keys, rotary embedding and cache write: `rms_norm`, `rope` and `write_kv` in one.
+    """Normalises queries and keys, rotates them, and stores keys and values: `rms_norm`, `rope` and
+    `write_kv` in one.
 
     Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; left as it is.
-        num_heads: of the queries.
-        norms: weights [head_dim] of the queries' and the keys' norm over each head, in qkv's type or, then
-            multiplied before the result is rounded, float32; None: no norms.
-        eps: of the norms.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; not changed.
+        num_heads: number of query heads.
+        norms: weights [head_dim] of the norms over each query head and each key head; None: no norms. In
+            qkv's type, or float32: then they multiply before the result is rounded.
+        eps: epsilon of the norms.
         cos: float32 [num_tokens, rotary_dim / 2]; see `rope`.
         sin: as cos.
         kv_layer: see `write_kv`.
         slot_mapping: int64 [num_tokens]; see `write_kv`.
 
     Returns:
-        [num_tokens, num_heads, head_dim]: the queries as attention wants them.
+        [num_tokens, num_heads, head_dim]: the queries for attention.
     """
     data = data_of(kv_layer)
     out: torch.Tensor = registry.select(
@@ -194,7 +196,7 @@ def _norm_rope_write(
     kv_layer: KVLayer,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """`norm_rope_write` by its parts, each by its best implementation."""
+    """Computes `norm_rope_write` by separate operators, each with its best implementation."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     sizes = [num_heads, num_kv_heads]
     rotated, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -208,18 +210,18 @@ def _norm_rope_write(
 
 
 def copy_blocks(blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies whole blocks inside the cache; all sources are read before any target is written.
+    """Copies whole blocks inside the cache. All sources are read before any target is written.
 
     Args:
-        blocks: [num_blocks, size], of any type: the bytes of the cache; written in place.
+        blocks: [num_blocks, size], of any type: the cache's memory; written in place.
         source: int64 [n], block ids.
-        target: int64 [n], block ids, distinct; they may be sources too.
+        target: int64 [n], block ids, all different; they may be sources too.
     """
     registry.select("copy_blocks", blocks.device.type, blocks.dtype)(blocks, source, target)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension; the mean of squares is float32, the type stays x's."""
+    """Computes x / rms(x) * weight over the last dimension, in x's type. The mean of squares is float32."""
     function = registry.select("rms_norm", x.device.type, x.dtype, size=x.shape[-1])
     out: torch.Tensor = function(x, weight, eps, None)[0]
     return out
@@ -228,19 +230,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds, then normalises: (rms_norm(x + residual), x + residual), the sum in x's type."""
+    """Returns (rms_norm(x + residual), x + residual). The sum has x's type."""
     function = registry.select("rms_norm", x.device.type, x.dtype, size=x.shape[-1])
     out: tuple[torch.Tensor, torch.Tensor] = function(x, weight, eps, residual)
     return out
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the rotate-half kind: pairs are (i, i + rotary_dim / 2).
+    """Applies rotary embedding to the pairs (i, i + rotary_dim / 2).
 
     Args:
-        x: [num_tokens, num_heads, head_dim], queries or keys or both behind each other.
-        cos: float32 [num_tokens, rotary_dim / 2]; rotary_dim may be smaller than head_dim (partial rotary
-            embedding: the dimensions after it pass unchanged). M-RoPE differs in how these are made only.
+        x: [num_tokens, num_heads, head_dim]: queries, keys, or both.
+        cos: float32 [num_tokens, rotary_dim / 2]. If rotary_dim is smaller than head_dim (partial rotary
+            embedding), the remaining dimensions do not change. M-RoPE differs only in how cos and sin are
+            computed.
         sin: as cos.
 
     Returns:
@@ -253,10 +256,11 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of gate_up [num_tokens, 2 * size], gate first; returns [num_tokens, size].
+    """Computes activation(gate) * up for gate_up [num_tokens, 2 * size], gate first. Returns [num_tokens,
+    size].
 
-    `activation` is "silu", "gelu", "gelu_tanh" (gelu by its approximation with tanh) or, of gpt-oss,
-    "clamped_swiglu": with gate at most 7 and up in [-7, 7], gate * sigmoid(1.702 * gate) * (up + 1).
+    `activation` is "silu", "gelu", "gelu_tanh" (gelu approximated with tanh) or "clamped_swiglu" (gpt-oss).
+    The last is gate * sigmoid(1.702 * gate) * (up + 1), with gate limited to at most 7 and up to [-7, 7].
     """
     out: torch.Tensor = registry.select(
         "gate_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
@@ -265,13 +269,13 @@ def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
-    """The largest number of each row: the first one of equals.
+    """Returns the index of the largest number of each row; of equal numbers, the first.
 
     Args:
         x: float32 [n, size].
 
     Returns:
-        int64 [n]: indices; -1 for rows with NaN, and where the largest is not finite.
+        int64 [n]; -1 for rows with NaN, and for rows whose largest number is not finite.
     """
     out: torch.Tensor = registry.select("argmax", x.device.type, x.dtype)(x)
     return out
@@ -280,18 +284,19 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability and rank of a given token of each row, and log-probabilities of the most likely ones.
+    """Returns the log-probability and rank of a given token of each row, and the log-probabilities of the
+    most likely tokens.
 
     Args:
-        logits: float32 [n, vocab_size]; left as they are.
-        token_ids: int64 [n], the given tokens; a negative one stands for any.
-        count: how many of the most likely tokens are wanted; all, if there are fewer.
+        logits: float32 [n, vocab_size]; not changed.
+        token_ids: int64 [n], the given tokens; a negative one stands for any token.
+        count: number of most likely tokens to return; if there are fewer tokens, all.
 
     Returns:
-        int64 [n, count + 1]: the given token of each row, then its most likely ones, in descending order (of
-        equals the lowest first, but with PyTorch in any order; rows with NaN have any); float32
-        [n, count + 1]: their log-probabilities; int64 [n]: ranks of the given tokens, 1 where no other is
-        more likely.
+        int64 [n, count + 1]: each row's given token, then its most likely tokens in descending order. Of
+        equally likely ones the lowest id comes first, but PyTorch gives any order; rows with NaN give any
+        tokens. float32 [n, count + 1]: their log-probabilities. int64 [n]: ranks of the given tokens; 1 means
+        that no token is more likely.
     """
     function = registry.select("top_logprobs", logits.device.type, logits.dtype)
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = function(logits, token_ids, count)
@@ -299,29 +304,31 @@ def top_logprobs(
 
 
 def forbid_others(logits: torch.Tensor, allowed: torch.Tensor) -> None:
-    """Makes -inf of the logits of all tokens but those allowed.
+    """Sets the logits of all tokens that are not allowed to -inf.
 
     Args:
-        logits: float32 [n, vocab_size] whose rows are contiguous, one by one; changed in place.
-        allowed: int32 [n, ceil(vocab_size / 32)], contiguous: bit i % 32 of word i / 32 is token i's.
+        logits: float32 [n, vocab_size], changed in place. Each row is contiguous; rows may have gaps between
+            them.
+        allowed: int32 [n, ceil(vocab_size / 32)], contiguous: bit i % 32 of word i / 32 is 1 if token i is
+            allowed.
     """
     registry.select("forbid_others", logits.device.type, logits.dtype)(logits, allowed)
 
 
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, typical-p, then a
-    draw by the inverse of the distribution.
+    """Samples a token per row. It applies penalties, biases, bans, temperature, top-k, top-p, min-p and
+    typical-p, in this order, and then draws by the inverse of the distribution.
 
-    The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure
-    function of the row's seed and position: no row depends on another.
+    The draw takes the first token, by id, whose cumulative probability exceeds a random number. That number
+    is a pure function of the row's seed and position, so no row depends on another.
 
     Args:
-        logits: float32 [n, vocab_size]. With `rows.edits` its rows are contiguous and do not overlap, and the
-            edits are made in place: afterwards it holds what the tokens were drawn from.
-        rows: what each row asks for.
+        logits: float32 [n, vocab_size]. With `rows.edits`, rows must be contiguous and must not overlap, and
+            the edits are made in place. Afterwards it holds the logits from which tokens were drawn.
+        rows: sampling parameters of each row.
 
     Returns:
-        int64 [n]; -1 for rows with NaN, and where the largest is not finite.
+        int64 [n]; -1 for rows with NaN, and for rows whose largest logit is not finite.
     """
     function = registry.select("sample", logits.device.type, logits.dtype, typical=rows.typical_p is not None)
     out: torch.Tensor = function(logits, rows)
@@ -336,10 +343,11 @@ def packed_bytes(
     quantization: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes that `pack_linear` will keep of a weight on such a device, but for what fills up its last tile.
+    """Returns the bytes that `pack_linear` will keep of a weight on this type of device, without the padding
+    of its last tile. Arguments are those of `pack_linear`.
 
     Args:
-        weight: as of `pack_linear`; it may be on torch's "meta" device, as its numbers do not matter.
+        weight: see `pack_linear`. It may be on torch's "meta" device, because its values do not matter.
     """
     num_rows, num_columns = weight.shape
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
@@ -368,20 +376,20 @@ def pack_linear(
     quantization: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PackedLinear:
-    """Brings a linear layer's weights, once at load, into the form in which they are read fastest.
+    """Packs a linear layer's weights, once at load, into the form that its implementation reads fastest.
 
     Args:
-        weight: [out_features, in_features]; the result may keep it, so it must not be changed afterwards.
-        bias: [out_features].
-        activation: as of `gate_mul`: the result is activation(gate) * up of a weight whose first half of rows
-            is the gate.
-        quantization: of a tensor: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x
-            quantised as they come, `weights.quantize_rows`), "w4a8" (the GroupedWeight of
-            `weights.group_weight`), "fp8" (weights, and on GPUs with products of such numbers rows of x as
-            they come, a scale each; results of float32 are then rounded to 16 bits before) or "fp8_weights"
-            (the same weights and never x: for logits); with "int4", "w4a8" and "w8a8" in_features is a
-            multiple of their group. See `weights.quantize_weight`.
-        dtype: of x, for whatever is no tensor; a tensor has x's.
+        weight: [out_features, in_features]. The result may keep it, so it must not be changed afterwards.
+        bias: [out_features]; None: there is none.
+        activation: see `gate_mul`. The result is activation(gate) * up; the first half of the weight's rows
+            computes the gate. None: the layer is not gated.
+        quantization: quantisation of a weight that is a tensor, see `weights.quantize_weight`; None: none.
+            "int8" and "int4" quantise weights. "w8a8" is "int8" with rows of x quantised at run time
+            (`weights.quantize_rows`). "w4a8" packs `weights.group_weight`. "fp8" quantises weights and, on
+            GPUs with fp8 products, rows of x at run time with a scale each; float32 results are then rounded
+            to 16 bits in between. "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and
+            "w8a8", in_features must be a multiple of their group.
+        dtype: type of x, needed if the weight is not a tensor; otherwise x has the weight's type.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
         dtype, weight, quantization = weight.dtype, group_weight(weight), None
@@ -400,8 +408,8 @@ def pack_linear(
 
 
 def pack_heads(weight: torch.Tensor) -> PackedHeads:
-    """Brings matrices [num_heads, out_features, in_features], one of each head, into the form in which they
-    are read fastest; the result may keep them."""
+    """Packs matrices [num_heads, out_features, in_features], one per head, into the form that the
+    implementation reads fastest. The result may keep `weight`."""
     num_heads, out_features, in_features = weight.shape
     select = registry.select(
         "head_linear",
@@ -416,21 +424,21 @@ def pack_heads(weight: torch.Tensor) -> PackedHeads:
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> None:
-    """Adds to each row what its low-rank adapter makes of the layer's input: y[t] += b[slot] (a[slot] x[t]).
+    """Adds each row's low-rank adapter term to the layer's output: y[t] += b[slot] (a[slot] x[t]).
 
-    (Hu et al., 2021, arXiv 2106.09685; many adapters in one batch: Chen et al., 2023, arXiv 2310.18547.)
-    Sums are float32, and so is a[slot] x[t]; y is rounded once.
+    (Hu et al., 2021, arXiv 2106.09685; many adapters in one batch: Chen et al., 2023, arXiv 2310.18547.) Sums
+    and a[slot] x[t] are float32; y is rounded once.
 
     Args:
-        y: [num_tokens, out_features], of any stride of rows: columns of a wider matrix, as of a fused layer;
-            changed in place.
-        x: [num_tokens, in_features], of any stride of rows.
+        y: [num_tokens, out_features], changed in place. Rows may have any stride, as columns of a wider
+            matrix do.
+        x: [num_tokens, in_features]. Rows may have any stride.
         a: [num_slots, max_rank, in_features], in x's type; each slot's matrix is contiguous.
-        b: [num_slots, out_features, max_rank], in x's type and with the adapter's scaling in it; each slot's
-            matrix is contiguous. Ranks that an adapter lacks are zeros in both, and what no row names may be
-            anything.
-        slots: int32 [num_tokens], contiguous, on x's device: the adapter of each row, below num_slots. Rows
-            with -1 have none, and stay as they are.
+        b: [num_slots, out_features, max_rank], in x's type, with the adapter's scaling included; each slot's
+            matrix is contiguous. If an adapter's rank is smaller, the rest of both matrices is zeros. Slots
+            that no row names may hold anything.
+        slots: int32 [num_tokens], contiguous, on x's device: the slot of each row's adapter, below num_slots.
+            Rows with -1 have no adapter, and are not changed.
     """
     num_slots, rank, in_features = a.shape
     num_tokens, out_features = y.shape
@@ -445,17 +453,17 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
 ) -> torch.Tensor:
-    """Causal convolution of each channel over the tokens of its sequence, with SiLU behind it.
+    """Computes a causal convolution of each channel over the tokens of its sequence, followed by SiLU.
 
     Sums and SiLU are float32; the result is rounded once.
 
     Args:
-        x: [num_tokens, num_channels], of any stride of rows.
-        weight: [num_taps, num_channels] in x's type, contiguous; the last tap is the token's own.
-        states: [num_blocks, num_taps - 1, num_channels] in x's type, each block's contiguous: the last inputs
-            of the sequence, zeros before its first one; written in place.
-        meta: the batch. `block_table[:, 0]` is the block of each sequence's state, of which no two are the
-            same. A sequence without other tokens than its new ones begins with zeros, whatever is there.
+        x: [num_tokens, num_channels]; rows may have any stride.
+        weight: [num_taps, num_channels] in x's type, contiguous; the last tap is for the current token.
+        states: [num_blocks, num_taps - 1, num_channels] in x's type, each block contiguous: the last inputs
+            of a sequence, zeros before its first; written in place.
+        meta: the batch. `block_table[:, 0]` is the block of each sequence's state; these must all differ. A
+            sequence that has only new tokens starts from zeros, whatever its block holds.
 
     Returns:
         [num_tokens, num_channels] in x's type.
@@ -480,25 +488,26 @@ def gated_delta_rule(
     states: torch.Tensor,
     meta: AttentionMetadata,
 ) -> torch.Tensor:
-    """Linear attention by the gated delta rule (Yang et al., 2024, arXiv 2412.06464).
+    """Computes linear attention by the gated delta rule (Yang et al., 2024, arXiv 2412.06464).
 
-    With k and q of length 1, a token makes of each head's state S
+    With k and q scaled to length 1, each token updates each head's state S by
 
         S = decay * S;  S = S + k (rate * (v - k S));  output = q S / sqrt(key_dim)
 
-    where decay = exp(-exp(log_decay) * softplus(a + step_bias)) and rate = sigmoid(b). All is float32; the
-    output is rounded once. The bits of a token depend on the tokens before it in its sequence, and not on how
-    these were cut into batches.
+    where decay = exp(-exp(log_decay) * softplus(a + step_bias)) and rate = sigmoid(b). Everything is float32;
+    the output is rounded once. A token's bits depend on the earlier tokens of its sequence, not on how they
+    were divided into batches.
 
     Args:
         query: [num_tokens, num_key_heads, key_dim], of any length; tokens may have any stride.
         key: the same shape.
         value: [num_tokens, num_heads, value_dim]; num_heads is a multiple of num_key_heads, consecutive heads
             share a key head.
-        a: [num_tokens, num_heads]; and `b`.
-        log_decay: float32 [num_heads]; and `step_bias`.
-        states: float32 [num_blocks, num_heads, key_dim, value_dim], each block's contiguous; written in
-            place.
+        a: [num_tokens, num_heads].
+        b: [num_tokens, num_heads].
+        log_decay: float32 [num_heads].
+        step_bias: float32 [num_heads].
+        states: float32 [num_blocks, num_heads, key_dim, value_dim], each block contiguous; written in place.
         meta: see `causal_conv`.
 
     Returns:
@@ -521,19 +530,20 @@ def gated_delta_rule(
 def route(
     logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts that compute each token, those of the largest scores, and their shares.
+    """Chooses the experts with the largest scores for each token, and computes their shares.
 
     Args:
-        logits: float32 [num_tokens, num_experts], and one more column where the routing's shared expert is
+        logits: float32 [num_tokens, num_experts], with one more column if the routing's shared expert is
             gated.
-        routing: how they are chosen and weighed.
-        bias: float32 [num_experts], added to the scores for the choice alone, not for the shares (Wang et
-            al., 2024, arXiv 2408.15664); None: none.
+        routing: rules of the choice and of the shares.
+        bias: float32 [num_experts], added to the scores when experts are chosen, but not in the shares (Wang
+            et al., 2024, arXiv 2408.15664); None: there is none.
 
     Returns:
-        int64 [num_tokens, num_routes], in descending order of what decided, of equals (also among groups) the
-        first; and their shares, float32 of that shape. The shared expert is the last, and has the number
-        behind the others'. A token whose logits are NaN has any experts, and NaN shares.
+        int64 [num_tokens, num_routes]: experts in descending order of the scores that decided; of equal ones
+        (also among groups), the first comes first. float32 [num_tokens, num_routes]: their shares. The shared
+        expert comes last; its number is num_experts. A token with NaN logits gets any experts, and NaN
+        shares.
     """
     function = registry.select("route", logits.device.type, logits.dtype)
     out: tuple[torch.Tensor, torch.Tensor] = function(logits, routing, bias)
@@ -543,17 +553,17 @@ def route(
 def pack_experts(
     gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], *, device_type: str, dtype: torch.dtype
 ) -> PackedExperts:
-    """The experts of a layer as one operator, `moe`, over weights that are packed already.
+    """Joins the packed experts of a layer into one operator, `moe`.
 
-    Each token goes through its experts' gate_up (gated, with its activation) and down; an expert without
+    Each token goes through its experts' gate_up (gated, with its activation) and down. An expert without
     tokens is not read. (Shazeer et al., 2017, arXiv 1701.06538; Fedus et al., 2021, arXiv 2101.03961.)
 
     Args:
-        gate_up: of each expert, hidden_size to its inner size; the result may keep them. A shared expert is
-            the last.
-        down: of each expert, its inner size to hidden_size.
-        device_type: where they are.
-        dtype: of x.
+        gate_up: each expert's gate and up projection, from hidden_size to its inner size. A shared expert
+            comes last. The result may keep them.
+        down: each expert's down projection, from its inner size to hidden_size.
+        device_type: type of the device that holds them.
+        dtype: type of x.
     """
     # Not `select`, which keeps the facts of calls for the life of the process.
     picked = registry.pick("moe", device_type, dtype, gate_up=gate_up, down=down)
@@ -564,7 +574,7 @@ def pack_experts(
 def _facts(
     weight: torch.Tensor | GroupedWeight | BlockWeight | QuantizedRows, activation: str | None, **others: Any
 ) -> dict[str, Any]:
-    """Facts that implementations of a linear layer may depend on."""
+    """Returns the facts on which implementations of a linear layer may depend."""
     return {
         "in_features": weight.shape[1],
         "out_features": weight.shape[0],

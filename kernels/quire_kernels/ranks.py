@@ -1,5 +1,5 @@
-"""Ranks: the processes that compute one model together, each its part of every layer (tensor parallelism,
-arXiv 1909.08053)."""
+"""Ranks: the processes that compute one model together (tensor parallelism, arXiv 1909.08053). Each computes
+a part of every layer."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(hours=1)
-"""Longest time of a collective. A rank that dies is noticed by its engine, one that stands still by the
-engine's watchdog. This limit is for failures that neither sees."""
+"""Longest time of a collective. The engine notices a rank that dies, and its watchdog one that hangs. This
+limit is for failures that neither notices."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many processes compute a model, and which of them this one is.
+    """Number of processes that compute a model, and this process's rank.
 
-    Every rank calls the same collectives in the same order; the results have the same bits on each.
+    All ranks must call the same collectives in the same order. The results are bitwise equal on all ranks.
     """
 
     rank: int = 0
     size: int = 1
 
     def join(self, store: str, device: torch.device) -> None:
-        """Connects this process with the others: by NCCL on GPUs, by gloo elsewhere.
+        """Connects this process with the other ranks: by NCCL on GPUs, by gloo elsewhere.
 
         Args:
-            store: path of a file that all ranks, and nobody else, can write; it is made by the first.
-            device: on which the tensors of collectives lie.
+            store: path of a file that only the ranks can write. The first rank makes it.
+            device: device of the collectives' tensors.
         """
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -40,13 +40,14 @@ class Ranks:
         )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` added up over the ranks, in place."""
+        """Adds up `x` over the ranks, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def concat(self, x: torch.Tensor, whole: int) -> torch.Tensor:
-        """The ranks' parts of a tensor of [n, whole], of which this one has `x`, columns as of `bounds`."""
+        """Concatenates the ranks' parts of a tensor [n, whole]. `x` is this rank's part: the columns of
+        `bounds(whole)`."""
         if self.size == 1:
             return x
         widest = -(-whole // self.size)
@@ -57,7 +58,7 @@ class Ranks:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def least(self, number: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers; returns when all ranks are here."""
+        """Returns the smallest number of all ranks. It waits until every rank has called it."""
         if self.size == 1:
             return number
         numbers = torch.tensor([number], device=device)
@@ -65,8 +66,8 @@ class Ranks:
         return int(numbers)
 
     def bounds(self, whole: int) -> tuple[int, int]:
-        """First index of this rank's part of `whole` things, and that behind it; parts differ by one at
-        most."""
+        """Returns (first index, end index) of this rank's part of `whole` things. The parts' sizes differ by
+        at most one."""
         return self._bounds(self.rank, whole)
 
     def _bounds(self, rank: int, whole: int) -> tuple[int, int]:
@@ -74,4 +75,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""The only rank of a model that one process computes."""
+"""Ranks of a model that one process computes."""

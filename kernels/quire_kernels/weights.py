@@ -1,4 +1,4 @@
-"""Weights of linear layers: what an implementation makes of them at load, and how they are quantised."""
+"""Weights of linear layers: the interfaces of packed layers, and quantisation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of FP8."""
 INT4_GROUP = 32
-"""Input features that share a scale in four bits."""
+"""Input features that share a scale in int4."""
 W8A8_GROUP = 64
-"""Input features of a row of activations that share a scale in w8a8."""
+"""Input features that share a scale in w8a8, in each row of activations."""
 _AT_ONCE = 2**18
-"""Weights that are quantised at a time."""
+"""Number of weights that are quantised at a time."""
 INT4_CANDIDATES = (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5)
-"""Numbers to which the number of largest magnitude in a group may be scaled, before it is rounded to four
-bits, in [-8, 7]. Each group has the candidate with the least squared error."""
+"""Values to which a group's number of largest magnitude may be scaled before the group is rounded to four
+bits, in [-8, 7]. For each group, the value with the least squared error is chosen."""
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """A matrix that is quantised already: a weight is its code times the scale of its row."""
+    """A quantised matrix: a weight is its code times the scale of its row."""
 
     codes: torch.Tensor
     """int8 or FP8 [out_features, in_features]."""
@@ -54,61 +54,65 @@ class QuantizedRows:
         return self.codes.nbytes + self.scales.nbytes
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out_features, in_features]: what the weights mean."""
+        """Returns the weights, float32 [out_features, in_features]."""
         return dequantize_weight(self.codes, self.scales)
 
 
 class PackedLinear(Protocol):
-    """y = x W^T + b, with W in the form in which an implementation reads it fastest."""
+    """Linear layer y = x W^T + b, with W in the form that its implementation reads fastest."""
 
     in_features: int
     out_features: int
-    """Columns of the result: half of W's rows where an activation gates."""
+    """Output features: W's rows, or half of them if the layer has an activation."""
     nbytes: int
-    """Bytes of the weights as they are kept."""
+    """Bytes of the packed weights."""
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[num_tokens, in_features] to [num_tokens, out_features], of `dtype` (None: x's)."""
+        """Computes [num_tokens, out_features] of x [num_tokens, in_features], in type `dtype` (None: x's
+        type)."""
         ...
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """`ops.argmax` of the float32 result for x [n, in_features], which need not be kept: int64 [n]."""
+        """Returns `ops.argmax` of the float32 result for x [n, in_features], int64 [n]. The result itself
+        need not be stored."""
         ...
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """int64 [n] to rows [n, in_features] of W in x's type, where W is not gated, and a GroupedWeight or
-        not quantised."""
+        """Returns rows [n, in_features] of W in x's type, for int64 indices [n]. W must not be gated, and
+        must be a GroupedWeight or not quantised."""
         ...
 
     def ungated(self) -> PackedLinear:
-        """The layer of a gated W without its activation: its results are the gates, then what they are
-        multiplied by. From these in float32 `ops.gate_mul` makes this layer's results, bit for bit on a
-        CPU."""
+        """Returns the layer of a gated W without its activation. Its output holds the gates, then the
+        features that they multiply. `ops.gate_mul` of its float32 output gives this layer's result, bit for
+        bit on a CPU."""
         ...
 
 
 class PackedHeads(Protocol):
-    """y[t, h] = W[h] x[t, h], with a matrix of each head in the form in which it is read fastest."""
+    """Products y[t, h] = W[h] x[t, h] with a matrix per head, in the form that its implementation reads
+    fastest."""
 
     nbytes: int
-    """Bytes of the weights as they are kept."""
+    """Bytes of the packed weights."""
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Computes x [num_tokens, num_heads, in_features] into `out` [num_tokens, num_heads, out_features];
-        both of the weights' type, and each head of a token contiguous."""
+        """Multiplies x [num_tokens, num_heads, in_features] into `out` [num_tokens, num_heads, out_features].
+        Both have the weights' type, and each head of a token is contiguous."""
         ...
 
 
 class PackedExperts(Protocol):
-    """The experts of a layer: gated feed-forward parts, of which each token is computed by a few."""
+    """Experts of a layer: gated feed-forward parts, a few of which compute each token."""
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's experts, in the order of their numbers and in float32, times their shares.
+        """Returns each token's sum of its experts' results times their shares, added in float32 in the order
+        of the experts' numbers.
 
         Args:
             x: [num_tokens, hidden_size].
-            experts: int64 [num_tokens, num_chosen], those of a token all different.
-            shares: float32 of that shape.
+            experts: int64 [num_tokens, num_chosen]: numbers of each token's experts, all different.
+            shares: float32 [num_tokens, num_chosen]: factors of their results.
 
         Returns:
             [num_tokens, hidden_size] in x's type.
@@ -117,9 +121,10 @@ class PackedExperts(Protocol):
 
 
 class JoinedLinear:
-    """Layers of one input, none gated, as one: their outputs lie behind each other.
+    """Joins layers without activation that have the same input. Their outputs follow each other.
 
-    For parts that cannot be one matrix, as their weights have different forms. See PackedLinear.
+    It is used for parts that cannot be one matrix, because their weights have different forms. See
+    PackedLinear.
     """
 
     def __init__(self, parts: Sequence[PackedLinear]) -> None:
@@ -146,11 +151,11 @@ class JoinedLinear:
 
 
 class ReorderedLinear:
-    """A layer whose inputs are put into another order first. See PackedLinear."""
+    """A layer whose inputs are reordered first. See PackedLinear."""
 
     def __init__(self, layer: PackedLinear, order: torch.Tensor) -> None:
         self.layer, self.order = layer, order
-        """`order`: int64 [in_features], which of x's columns the layer has at each place."""
+        """`order`: int64 [in_features], the column of x that becomes each input of the layer."""
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.nbytes = layer.nbytes + order.nbytes
 
@@ -172,7 +177,7 @@ class ReorderedLinear:
 
 
 def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:
-    """Bytes of what `quantize_weight` makes of a matrix, four bits in half a byte each."""
+    """Returns the bytes of the result of `quantize_weight`, counting four-bit codes as half a byte."""
     if quantization == "int4":
         return num_rows * num_columns // 2 + 4 * num_rows * (num_columns // INT4_GROUP)
     return num_rows * num_columns + 4 * num_rows
@@ -181,18 +186,18 @@ def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:
 def quantize_weight(
     weight: torch.Tensor | QuantizedRows, quantization: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric weight-only quantisation, without calibration data.
+    """Quantises a matrix symmetrically, without calibration data.
 
     Args:
-        weight: [out_features, in_features], floating point; int4: in_features is a multiple of INT4_GROUP.
-            Rows that are quantised already are left as they are.
-        quantization: "int8", "w8a8", "fp8" and "fp8_weights", a scale per output feature, or "int4", one for
-            each INT4_GROUP of its inputs.
+        weight: [out_features, in_features], floating point. For int4, in_features is a multiple of
+            INT4_GROUP. QuantizedRows are returned as they are.
+        quantization: "int8", "w8a8", "fp8" or "fp8_weights", with a scale per output feature; or "int4", with
+            a scale per INT4_GROUP inputs of an output feature.
 
     Returns:
-        [out_features, in_features], int8 in [-127, 127] or [-8, 7], or FP8 in [-FP8_MAX, FP8_MAX], rounded to
-        nearest even; and float32 [out_features, groups]: a weight is about its number times its scale. NaN
-        and infinities become NaN scales, and no code is NaN.
+        Codes [out_features, in_features]: int8 in [-127, 127] or [-8, 7], or FP8 in [-FP8_MAX, FP8_MAX],
+        rounded to nearest even. And scales, float32 [out_features, groups]. A weight is about code * scale.
+        NaN and infinities give NaN scales, never NaN codes.
     """
     assert quantization in QUANTIZATIONS, quantization
     if isinstance(weight, QuantizedRows):
@@ -203,7 +208,7 @@ def quantize_weight(
 
 
 def _in_parts(weight: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Some rows after the others: what is computed with them stays in a cache, but on "meta"."""
+    """Divides a matrix into groups of rows that fit in a CPU cache. A matrix on "meta" is not divided."""
     return weight.split(len(weight) if weight.is_meta else max(1, _AT_ONCE // weight.shape[1]))
 
 
@@ -220,7 +225,7 @@ def _quantized(wide: torch.Tensor, quantization: str) -> tuple[torch.Tensor, tor
 
 
 def _four_bits(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes in [-8, 7], and scales of `dtype`: those with which the codes are right."""
+    """Returns codes in [-8, 7], and scales of type `dtype`. The codes are chosen for these rounded scales."""
     groups = wide.unflatten(1, (-1, INT4_GROUP))
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
@@ -234,13 +239,13 @@ def _four_bits(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def group_weight(weight: torch.Tensor) -> GroupedWeight:
-    """A matrix in four bits and a half, as w4a8 has it.
+    """Quantises a matrix to four bits with 16-bit scales, as w4a8 does (4.5 bits per weight).
 
     Args:
         weight: [out_features, in_features], floating point; in_features is a multiple of INT4_GROUP.
 
     Returns:
-        Codes as int4 has them, with scales of bfloat16: those of tiny weights would be zero in float16.
+        Codes as of int4, with bfloat16 scales. In float16, scales of tiny weights would become zero.
     """
     parts = [_four_bits(rows.float(), torch.bfloat16) for rows in _in_parts(weight)]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -248,19 +253,19 @@ def group_weight(weight: torch.Tensor) -> GroupedWeight:
 
 
 def dequantize_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [out_features, in_features] of what `quantize_weight` gave."""
+    """Returns the weights, float32 [out_features, in_features], for the result of `quantize_weight`."""
     return (codes.float().unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric quantisation of activations, as they come.
+    """Quantises activations symmetrically at run time.
 
     Args:
         x: [n, in_features], floating point; in_features is a multiple of W8A8_GROUP.
 
     Returns:
-        int8 [n, groups, W8A8_GROUP], in [-127, 127], and float32 [n, groups, 1]: a number is about its code
-        times its group's scale. Groups with NaN or infinities have NaN scales.
+        int8 [n, groups, W8A8_GROUP] in [-127, 127], and float32 scales [n, groups, 1]. A value is about code
+        * scale. Groups with NaN or infinities have NaN scales.
     """
     groups = x.float().unflatten(1, (-1, W8A8_GROUP))
     extreme = groups.abs().amax(2, keepdim=True)

@@ -23,7 +23,7 @@ logger = logging.getLogger("quire_kernels")
 
 NAME = "flashinfer"
 PRIORITY = 15
-"""Preferred to the Triton language; CUDA C++, which leaves long queries to others, is preferred to this."""
+"""Priority above the Triton language, and below CUDA C++, which leaves long queries to others."""
 CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 """Head sizes for which FlashInfer compiles both of its kernels, prefill and decode."""

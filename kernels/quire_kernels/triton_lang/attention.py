@@ -1,24 +1,22 @@
 """Paged attention in Triton: one kernel for sequences with one new token, one for longer queries.
 
 Decode. The query heads that share a KV head are the rows of one tile, padded to 16 for the tensor cores. A
-context is cut into parts whose number and borders depend on its own length only, so that no result depends on
-the neighbours in the batch. (sequence, part, KV head) are the items of work; a fixed number of programs walks
-the list of them, each from its share of the summed weights to the next program's. Which sequence a program
-begins with is computed on the device, once per step (`_assign_kernel`). The launch depends on the number of
-sequences, the table's width and the GPU, never on a length: a CUDA graph captures it. A second kernel merges
-the parts by their log-sum-exp, as in flash-decoding (Dao et al., 2023).
+context is cut into parts. Their number and borders depend on its own length only, so a result does not depend
+on the other sequences in the batch. A work item is a (sequence, part, KV head). A fixed number of programs
+divides the list of items, each taking an equal share of the summed weights. The sequence with which each
+program begins is computed on the device, once per step (`_assign_kernel`). The launch depends on the number
+of sequences, the table's width and the GPU, never on a length, so a CUDA graph can capture it. A second
+kernel merges the parts by their log-sum-exp, as in flash-decoding (Dao et al., 2023).
 
-Longer queries. Tiles of packed rows (query, head of the group) with an online softmax over tiles of keys
+Longer queries. Tiles of packed rows (query, head of the group) use an online softmax over tiles of keys
 (FlashAttention-2, Dao, 2023). The grid is an upper bound from shapes; a program finds its sequence by
-bisection in `query_start_loc`. Borders of key tiles are fixed positions: how a prompt is cut into chunks does
-not move them.
+bisection in `query_start_loc`. Key tiles have fixed borders, which do not depend on how a prompt is cut into
+chunks. Tile sizes are tuned at warm-up: on an H200 the best are 1.4 times as fast as the worst.
 
-Their tiles are tuned at warm-up: on an H200 the best of a few are 1.4 times as fast as the worst.
+A mixed batch takes two launches, each of which skips the other's sequences. In the tiles for long queries, a
+single program would read the whole context of a decode token, and most of its tile would be padding.
 
-A mixed batch is two launches, each of which leaves out the other's sequences: in tiles for long queries, one
-program would read the whole context of a lone token, and most of its tile would be padding.
-
-What no token owns is never loaded: 0 * NaN and -inf + NaN are NaN.
+Memory that no token has written is never loaded: 0 * NaN and -inf + NaN are NaN.
 """
 
 from __future__ import annotations
@@ -39,14 +37,15 @@ from quire_kernels.triton_lang.kv_memory import kind_of, kv_memory
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 
 MIN_SPLIT_TILES = 2
-"""A part of a context has at least this many tiles of keys: to merge shorter ones would cost more."""
+"""Least number of key tiles in a part of a context. Merging shorter parts would cost more than it saves."""
 MOST_SPLITS = 64
-"""Most parts of one context. Scratch is float32 [num_seqs, splits, num_heads, head_dim]: this bounds it."""
+"""Most parts of one context. It bounds the scratch memory, float32 [num_seqs, splits, num_heads,
+head_dim]."""
 PROGRAMS_PER_SM = 2
 INTERPRETED_PROGRAMS = 5
 MERGE_ROWS = 32
 TUNED_TOKENS = 4096
-"""Tokens of the prompt with which tiles of `_ragged_kernel` are timed."""
+"""Number of tokens in the prompt with which tiles of `_ragged_kernel` are timed."""
 ASSIGN_ROWS = 1024
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -63,7 +62,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _first_seen(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first position that the token at `position` sees."""
+    """Returns the first position that the token at `position` sees."""
     if WINDOW:
         return tl.maximum(position - (WINDOW - 1), 0)
     else:
@@ -74,7 +73,8 @@ def _first_seen(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
 def _parts(  # type: ignore[no-untyped-def]
     seq_len, WINDOW: tl.constexpr, KEYS: tl.constexpr, MIN_TILES: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """How what the last token sees is cut: (the first tile's position, tiles of a part, number of parts)."""
+    """Returns how the context of a sequence's last token is cut: (position of the first tile, tiles per part,
+    number of parts)."""
     begin = _first_seen(seq_len - 1, WINDOW) // KEYS * KEYS
     tiles = (seq_len - begin + KEYS - 1) // KEYS
     per_part = tl.maximum((tiles + SPLITS - 1) // SPLITS, MIN_TILES)
@@ -83,7 +83,8 @@ def _parts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _values(data, KIND: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loaded keys or values in the type of the products, without their scale."""
+    """Converts loaded keys or values to `dtype`, the type in which they are multiplied. The caller applies
+    the scales of quantised values."""
     if KIND == 2:
         return from_e4m3_bits(data, dtype)
     elif data.dtype == dtype:
@@ -122,20 +123,21 @@ def _walk(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The online softmax over the keys in [begin, end), tile by tile.
+    """Runs the online softmax over the keys in [begin, end), tile by tile. Returns the new acc, peak and
+    total.
 
     Args:
-        acc: float32 [rows, WIDTH], the weighted values so far.
+        acc: float32 [rows, WIDTH], the weighted sum of values so far.
         peak: float32 [rows], the largest score so far, in units of log2.
         total: float32 [rows], the sum of the weights so far.
-        query: [rows, WIDTH]
-        row_positions: int32 [rows]
-        kv: the layer's keys of this KV head; values are kv_half_stride behind.
-        scales: the same of their scales, when quantised.
-        table: the sequence's row of the block table.
-        seen_from: no row sees a position before this; such a one may be in a block of another sequence.
-        seen_to: no row sees this position or one behind it; such a one may never have been written.
-        MASKED: False promises that every row sees all of [begin, end), whole tiles.
+        query: [rows, WIDTH].
+        row_positions: int32 [rows], the position of each row's token.
+        kv: pointer to the layer's keys of this KV head; values are kv_half_stride further.
+        scales: pointer to their scales, if they are quantised.
+        table: pointer to the sequence's row of the block table.
+        seen_from: no row sees a position before this one. Earlier blocks may belong to another sequence.
+        seen_to: no row sees this position or a later one. They may never have been written.
+        MASKED: False promises that [begin, end) consists of whole tiles, and that every row sees all of it.
     """
     dims = tl.arange(0, WIDTH)
     for start in tl.range(begin, end, KEYS):
@@ -214,13 +216,13 @@ def _assign_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Weights of the sequences, summed, and the sequence in which each decode program begins.
+    """Sums up the sequences' work, and finds the sequence with which each decode program begins.
 
     Args:
-        work: int32 [num_seqs + 1], out: tiles of all items of the sequences before; the last parts of
-            contexts count as whole ones.
-        first: int32 [num_programs], out.
-        steps: of the bisection, at least log2(num_seqs) + 1.
+        work: int32 [num_seqs + 1], output: number of tiles in the work items of all earlier sequences. A
+            context's last part counts as a whole one.
+        first: int32 [num_programs], output: index of each program's first sequence.
+        steps: steps of the bisection, at least log2(num_seqs) + 1.
         PROGRAMS: num_programs, rounded up to a power of two.
     """
     tl.store(work, 0)
@@ -293,13 +295,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     MIN_TILES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Attention of sequences with one new token: the result where the context is one part, else its parts.
+    """Computes attention of sequences with one new token. It writes the result if the context is one part,
+    otherwise the results of its parts.
 
     Args:
-        partial: float32 [num_seqs, partial_splits, num_heads, HEAD_DIM], out: results of parts.
-        partial_lse: float32 [num_seqs, partial_splits, num_heads], out: log2 of their sums of weights.
+        partial: float32 [num_seqs, partial_splits, num_heads, HEAD_DIM], output: results of parts.
+        partial_lse: float32 [num_seqs, partial_splits, num_heads], output: log2 of the parts' sums of
+            weights.
         work: see `_assign_kernel`.
-        first: the same.
+        first: see `_assign_kernel`.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -394,7 +398,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds up the parts of a context, weighted by their sums; rows of padding (no context) become 0."""
+    """Merges the parts of each context, weighted by their sums of weights. Padding rows, without a context,
+    become 0."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(query_start_loc + sequence)
@@ -461,7 +466,8 @@ def _ragged_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Attention of sequences with several new tokens; a program has ROWS // GROUPS queries of a KV head."""
+    """Computes attention of sequences with several new tokens. A program computes ROWS // GROUPS queries for
+    one KV head."""
     QUERIES: tl.constexpr = ROWS // GROUPS
     # The last tiles of a prompt see the most: they begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -711,8 +717,8 @@ def _as_tiles(config: tuning.Config) -> Tiles:
 def _long_prompt(
     query: torch.Tensor, kv_layer: KVLayer
 ) -> tuple[torch.Tensor, torch.Tensor, KVLayer, AttentionMetadata]:
-    """Result, query, layer and batch of one prompt of TUNED_TOKENS, which reads the layer's first block over
-    and over: what is timed are the products."""
+    """Returns (result, query, layer, batch) of a prompt of TUNED_TOKENS. All its blocks are the layer's first
+    block, so that timing measures the products."""
     block_size = data_of(kv_layer).shape[3]
     blocks = [0] * -(-TUNED_TOKENS // block_size)
     meta = AttentionMetadata.build([TUNED_TOKENS], [TUNED_TOKENS], [blocks], block_size, query.device)
@@ -758,7 +764,7 @@ def _launch_ragged(
 def _options(
     query: torch.Tensor, kv_layer: KVLayer, window: int, softcap: float | None, tiles: Tiles
 ) -> dict[str, Any]:
-    """Constants and launch options that both kernels have."""
+    """Returns the constants and launch options that both kernels have."""
     data = data_of(kv_layer)
     num_kv_heads, block_size, head_dim = data.shape[2:]
     return {
@@ -779,7 +785,8 @@ def _options(
 def _assigned(
     meta: AttentionMetadata, num_kv_heads: int, window: int, keys: int, num_programs: int, splits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`work` and `first` of `_assign_kernel`: once per step, for all layers with this window."""
+    """Returns `work` and `first` of `_assign_kernel`, computed once per step for all layers with this
+    window."""
     device = meta.seq_lens.device
     # What was computed outside a graph is not computed by its replay.
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -811,17 +818,19 @@ def _assigned(
 
 
 def most_splits(num_programs: int, num_kv_heads: int) -> int:
-    """Parts that occupy every program with a single sequence: the model and the GPU decide, not the batch."""
+    """Returns the number of parts with which a single sequence occupies every program. It depends on the
+    model and the GPU, not on the batch."""
     return min(triton.cdiv(num_programs, num_kv_heads), MOST_SPLITS)
 
 
 def decode_tiles(
     width: int, groups: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int
 ) -> Tiles:
-    """Tiles of `_decode_kernel`: key tiles in flight fill the shared memory that each of two programs has.
+    """Returns the tiles of `_decode_kernel`. Two programs run on a multiprocessor, and the key tiles in
+    flight fill its shared memory.
 
-    The compiler gives half of the stages to the loads of block ids, which those of keys and values wait for:
-    with 3 stages one tile of each is in flight, with 5 stages two are, with 2 none.
+    The compiler gives half of the stages to the loads of block ids, for which the loads of keys and values
+    wait. With 3 stages one tile of each is in flight, with 5 stages two, with 2 none.
     """
     rows = max(16, triton.next_power_of_2(groups))
     if capability == 0:
@@ -838,7 +847,7 @@ def decode_tiles(
 def ragged_tiles(
     width: int, groups: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int
 ) -> Tiles:
-    """Tiles of `_ragged_kernel`; see `decode_tiles` for the stages."""
+    """Returns the tiles of `_ragged_kernel`. For the stages see `decode_tiles`."""
     least = triton.next_power_of_2(groups)
     if capability == 0:
         return Tiles(max(64, least), 64, 4, 3)
@@ -858,7 +867,7 @@ def ragged_tiles(
 def ragged_candidates(
     width: int, groups: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int
 ) -> list[Tiles]:
-    """Other tiles that may be faster than `ragged_tiles`; those that do not fit the device are left out."""
+    """Returns other tiles that may be faster than `ragged_tiles` and fit the device."""
     if dtype == torch.float32 or width > 128:
         return []
     candidates = [Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 3), Tiles(256, 64, 8, 3)]
@@ -872,7 +881,8 @@ def _width(head_dim: int) -> int:
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """Compute capability, as one of those that SHARED_LIMIT knows; 0: the interpreter."""
+    """Returns the highest compute capability in SHARED_LIMIT that the device has; 0: kernels are
+    interpreted."""
     if operators.is_interpreted():
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -887,7 +897,7 @@ def _num_programs(device: torch.device) -> int:
 
 
 class _Shape(NamedTuple):
-    """Shape of a model's attention: all that the kernels' machine code depends on, apart from the GPU."""
+    """Shape of a model's attention: everything, except the GPU, that the kernels' machine code depends on."""
 
     name: str
     num_kv_heads: int
@@ -917,7 +927,8 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
-    """Decode and longer queries of models of common shapes; a step's plan and the merge of one of them."""
+    """Returns cases for decode and longer queries of models with common shapes, and one case each for
+    planning a step and for merging parts."""
     cases: list[CompileCase] = []
     for shape in _SHAPES:
         dtype, width, kind = _TYPES[shape.dtype], _width(shape.head_dim), kind_of(shape.kv_dtype)

@@ -1,13 +1,14 @@
-"""Compiles every Triton kernel ahead of time, for GPUs that need not be here, and says what came out.
+"""Compiles every Triton kernel ahead of time, for GPUs that need not be present, and reports on the machine
+code.
 
     python -m quire_kernels.triton_lang.compiler --arch sm_80 --arch sm_90 [--kernel NAME]
 
 prints one JSON object per line.
 
-A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`, which names its kernels with
-the types, constants and launch options that models of common shapes give them. Registers come from the
-resource section of the cubin, spills and tensor-core instructions from its disassembly. Kernels are real only
-outside the interpreter: TRITON_INTERPRET must not be set.
+A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`. It lists its kernels with the
+types, constants and launch options of models with common shapes. Registers are read from the resource section
+of the cubin, spills and tensor-core instructions from its disassembly. TRITON_INTERPRET must not be set,
+because the interpreter does not compile.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MODULES = ("attention", "lora")
 """Modules of this package with `compile_cases`."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
-"""Bytes of shared memory that one block of threads may have, by compute capability."""
+"""Most bytes of shared memory per thread block, by compute capability."""
 # Of Ampere and Ada, Hopper, Blackwell.
 _TENSOR_CORES = re.compile(r"\b(?:HMMA|IMMA|QMMA|DMMA|HGMMA|IGMMA|QGMMA|UTC\w*MMA)\b")
 _SPILL = re.compile(r"\b(?:LDL|STL)\b")
@@ -37,18 +38,19 @@ _SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One kernel with everything that its machine code depends on."""
+    """A kernel with everything that determines its machine code."""
 
     name: str
     kernel: Any
     """The `triton.jit` function."""
     arguments: dict[str, Any]
-    """Values by parameter, of all that the kernel has and maybe others: a type ("*bf16", "i32", "fp32"; with
-    ":16" behind it, of a pointer or number that 16 divides); anything else is the value of a constant."""
+    """Parameters by name; names that the kernel does not have are ignored. A string is a type: "*bf16",
+    "i32", "fp32", with ":16" appended if the pointer or number is divisible by 16. Anything else is the value
+    of a constant."""
     options: dict[str, Any] = field(default_factory=dict)
-    """num_warps, num_stages, ..."""
+    """Launch options: num_warps, num_stages, ..."""
     tensor_cores: bool = False
-    """Whether the machine code must use them."""
+    """Whether the machine code must use tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class CompileResult:
     registers: int
     """Registers per thread."""
     spill_bytes: int
-    """Stack and local memory per thread."""
+    """Bytes of stack and local memory per thread."""
     spill_instructions: int
-    """Loads from and stores to local memory."""
+    """Number of loads from and stores to local memory."""
     shared_bytes: int
     tensor_core_instructions: int
     needs_tensor_cores: bool
@@ -71,7 +73,7 @@ class CompileResult:
 
     @property
     def problems(self) -> list[str]:
-        """Reasons why the kernel would not run, or would not run as it should; empty: there are none."""
+        """Reasons why the kernel would not run, or would be slow; empty: there are none."""
         if self.error is not None:
             return [self.error]
         found = []
@@ -83,7 +85,8 @@ class CompileResult:
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
-    """The cases of all modules, with the launch options of this compute capability (80, 89, 90, 100)."""
+    """Returns the cases of all modules, with the launch options of this compute capability (80, 89, 90,
+    100)."""
     cases: list[CompileCase] = []
     for name in MODULES:
         cases += importlib.import_module(f"{__package__}.{name}").compile_cases(capability)
@@ -91,7 +94,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
 
 
 def compile_case(case: CompileCase, arch: str) -> CompileResult:
-    """Compiles one case; an error of the compiler becomes part of the result."""
+    """Compiles one case. A compiler error becomes part of the result."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -142,7 +145,7 @@ def _capability(arch: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line of JSON per kernel; returns 1 if one has problems."""
+    """Prints a line of JSON per kernel. Returns 1 if one has problems, else 0."""
     parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compiler", description=__doc__)
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all of them")
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")

@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter compute as devices do.
+"""Makes Triton's interpreter compute as GPUs do.
 
-Triton 3.7's interpreter cuts the low bits off where a device rounds to nearest even, and multiplies matrices
-of bfloat16 as if their bits were integers. A product of its is NumPy's, so that of a BLAS: on some processors
-a row's sums depend on where in the tile it is.
+Triton 3.7's interpreter truncates where a GPU rounds to nearest even, and multiplies bfloat16 matrices as if
+their bits were integers. It multiplies with NumPy, whose BLAS, on some processors, sums a row differently
+depending on its place in the tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire_kernels.triton_lang import operators
 
 
 def install() -> None:
-    """Replaces the conversion and the product, once, where kernels are interpreted."""
+    """Replaces the interpreter's conversion and product, once. Does nothing if kernels are compiled."""
     if not operators.is_interpreted():
         return
     import triton.language as tl

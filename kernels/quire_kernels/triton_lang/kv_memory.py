@@ -1,4 +1,4 @@
-"""A layer of the paged KV cache, as the Triton-language kernels take it."""
+"""Describes a layer of the paged KV cache to the Triton-language kernels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ PLAIN, INT8, E4M3 = 0, 1, 2
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """PLAIN, INT8 or E4M3, by the type of the keys and values in memory."""
+    """Returns PLAIN, INT8 or E4M3 for the stored type of keys and values."""
     return KV_KINDS.get(dtype, PLAIN)
 
 
 def kv_memory(kv_layer: KVLayer) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Keys and values, their scales (of plain ones, anything), and the kernels' strides."""
+    """Returns (keys and values, their scales, the strides that the kernels need). For a plain cache, the
+    scales are an arbitrary tensor."""
     data = data_of(kv_layer)
     assert data.stride(4) == 1, "the numbers of a head are neighbours"
     if not isinstance(kv_layer, QuantizedKV):

@@ -1,9 +1,9 @@
-"""Low-rank adapters in the Triton language: what A makes of the inputs, in float32, and what B makes of that.
+"""Low-rank adapters in the Triton language. One kernel computes A x in float32, another adds B times that.
 
 A program has a tile of tokens and one adapter, and ends at once if none of these tokens has that adapter. So
-nothing is sorted, nothing waits for the host, and a launch depends on the number of tokens and of slots only.
-Sums over parts of the inputs are added in the order of the inputs, and tiles are the same for all numbers of
-tokens: a row's result depends on itself alone.
+nothing is sorted, nothing waits for the host, and a launch depends only on the numbers of tokens and slots.
+Sums over parts of the inputs are added in order, and tiles do not depend on the number of tokens. So a row's
+result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ interpreter.install()
 _BLOCK_TOKENS = 32
 _BLOCK_OUT = 64
 _PART_INPUTS = 512
-"""Inputs of a layer that a program multiplies, at least."""
+"""Least number of a layer's inputs that a program multiplies."""
 _MAX_PARTS = 8
 _STEP = 16
-"""Ranks that `_expand_kernel` multiplies at once: more would not fit in registers."""
+"""Ranks that `_expand_kernel` multiplies at once. More would not fit in registers."""
 _OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
 def _rows_of(slots_ptr, num_tokens, slot, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens of program 0's tile, which of them have this adapter, and whether any has."""
+    """Returns the tokens of the program's tile, which of them have this adapter, and whether any has."""
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_own = tl.load(slots_ptr + token, token < num_tokens, other=-1) == slot
     return token.to(tl.int64), is_own, tl.max(is_own.to(tl.int32), 0) > 0
@@ -53,7 +53,8 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """inner [PARTS, num_tokens, BLOCK_RANK] of x and a; grid (tiles of tokens, slots, PARTS)."""
+    """Computes inner [PARTS, num_tokens, BLOCK_RANK], the products of x and a by parts of the inputs. Grid:
+    (tiles of tokens, slots, PARTS)."""
     slot, part = tl.program_id(1), tl.program_id(2)
     token, is_own, any_own = _rows_of(slots_ptr, num_tokens, slot, BLOCK_TOKENS)
     if any_own:
@@ -88,7 +89,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_OUT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Adds b times `_shrink_kernel`'s inner to y; grid (tiles of tokens, slots, tiles of outputs)."""
+    """Adds b times the `inner` of `_shrink_kernel` to y. Grid: (tiles of tokens, slots, tiles of outputs)."""
     slot = tl.program_id(1)
     token, is_own, any_own = _rows_of(slots_ptr, num_tokens, slot, BLOCK_TOKENS)
     if any_own:
@@ -163,7 +164,7 @@ def _block_k(itemsize: int) -> int:
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
-    """The layers of a model of 8 billion parameters, and other types and ranks."""
+    """Returns cases for the layers of a model with 8 billion parameters, and for other types and ranks."""
     cases: list[CompileCase] = []
     for dtype, rank in (("bf16", 16), ("bf16", 128), ("fp16", 8), ("fp32", 128)):
         itemsize = 4 if dtype == "fp32" else 2

@@ -12,10 +12,10 @@ interpreter.install()
 
 @triton.jit
 def from_e4m3_bits(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1/256 of the numbers that int8 bits mean as float8_e4m3fn, exactly; NaN becomes finite.
+    """Converts int8 bits of float8_e4m3fn numbers to 1/256 of their values, exactly. NaN becomes finite.
 
-    Moved to float16's places they are float16 numbers whose exponents are 8 less; see
-    `reference.attention._to_float`. It needs no instruction that sm_80 lacks.
+    The bits, moved to float16's places, are a float16 number whose exponent is 8 less; see
+    `reference.attention._to_float`. This needs no instruction that sm_80 lacks.
     """
     half = ((bits.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
     if dtype == tl.float16:

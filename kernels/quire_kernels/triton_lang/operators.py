@@ -1,4 +1,5 @@
-"""Registration as implementation "triton" of the operators, without importing `triton`."""
+"""Registers the Triton-language kernels as implementation "triton" of the operators, without importing
+`triton`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
 
 PRIORITY = 10
-"""Preferred to the PyTorch reference; CUDA C++ is preferred to this."""
+"""Priority above the PyTorch reference and below CUDA C++."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 
@@ -28,7 +29,8 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def is_available() -> bool:
-    """Whether `triton` is installed and, outside the interpreter, the device has tensor cores for bf16."""
+    """Whether `triton` is installed and the device has tensor cores for bfloat16. The interpreter needs no
+    such device."""
     if importlib.util.find_spec("triton") is None:
         return False
     # What it compiles is executed: under our rule for such folders, and also where there is no home.
@@ -46,7 +48,7 @@ def register(
 ) -> None:
     """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton".
 
-    In the interpreter it is also registered for CPU tensors, behind every other implementation.
+    With the interpreter, it is also registered for CPU tensors, with the lowest priority.
     """
 
     def can_do(**facts: Any) -> bool | str:
@@ -75,7 +77,8 @@ def _can_attend(
     sinks: bool = False,
     **_: Any,
 ) -> bool | str:
-    """Any window and any softcap; at most 256 dimensions, and 64 query heads for a KV head."""
+    """Whether the kernels support this shape: at most 256 dimensions and 64 query heads per KV head, with any
+    window and softcap."""
     if sinks:
         return NO_SINKS
     return (

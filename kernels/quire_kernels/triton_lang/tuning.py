@@ -1,9 +1,9 @@
-"""Autotuning: which configuration of a kernel is fastest on this device for this shape, remembered on disk.
+"""Autotuning: finds the fastest configuration of a kernel for this device and shape, and keeps it on disk.
 
-Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter;
-elsewhere a shape that was never timed runs with its default. What was found is kept under QUIRE_CACHE_DIR, in
-one small file of JSON (`cache.keep`) for each device, kernel, source and shape, so that a second start times
-nothing and processes that tune at once do not touch each other's results.
+Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter.
+Elsewhere, a shape that was never timed runs with its default. Results are kept under QUIRE_CACHE_DIR, in one
+small JSON file (`cache.keep`) per device, kernel, source and shape. So a second start times nothing, and
+processes that tune at the same time do not disturb each other.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from quire_kernels.triton_lang import operators
 logger = logging.getLogger("quire_kernels")
 
 _FLUSHED_BYTES = 256 << 20
-"""More than any level-2 cache: weights come from memory in a model, so they must when timed."""
+"""Bytes written to flush the level-2 cache, more than any has. In a model, weights come from memory, so they
+must when timed."""
 _TIMED_RUNS = 12
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to launch a kernel."""
+    """Configuration with which a kernel is launched."""
 
     constants: tuple[tuple[str, int], ...]
-    """Its constexpr parameters that are free to choose, by name."""
+    """Values of the constexpr parameters that may be chosen, by name."""
     num_warps: int = 4
     num_stages: int = 3
 
     @classmethod
     def build(cls, num_warps: int, num_stages: int, **constants: int) -> Config:
-        """The same with the constants by keyword."""
+        """Makes a configuration, with the constants as keywords."""
         return cls(tuple(sorted(constants.items())), num_warps, num_stages)
 
     def __getitem__(self, name: str) -> int:
@@ -49,26 +50,27 @@ class Config:
 
     @functools.cached_property
     def launch(self) -> dict[str, int]:
-        """Keywords of the launch."""
+        """Keyword arguments of the launch."""
         return {**dict(self.constants), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
 class Device:
-    """Kind of device; timings are comparable only where it is the same."""
+    """Model of a device. Timings are comparable only between devices of the same model."""
 
     name: str
     capability: tuple[int, int]
 
 
 def kernel_key(kernel: str, source: str, shape: Mapping[str, int | str]) -> str:
-    """Names a kernel, its source (`source_hash`) and a shape; made once per shape, used at each launch."""
+    """Returns the key of a kernel, its source (`source_hash`) and a shape. The caller makes it once per shape
+    and uses it at each launch."""
     return json.dumps({"kernel": kernel, "source": source, "shape": dict(shape)}, sort_keys=True)
 
 
 @functools.cache
 def source_hash(*paths: str) -> str:
-    """Digest of the files that define a kernel and its candidates."""
+    """Returns a digest of the files that define a kernel and its candidates."""
     digest = hashlib.sha256()
     for path in paths:
         data = Path(path).read_bytes()
@@ -77,14 +79,14 @@ def source_hash(*paths: str) -> str:
 
 
 class Tuner:
-    """Chooses configurations and remembers them, in memory and on disk.
+    """Chooses configurations, and keeps them in memory and on disk.
 
     Args:
-        directory: of the files; made when the first one is written.
-        device: part of every key.
-        version: of the compiler, part of every key.
-        timer: seconds that a call of the function takes on the device; it raises one of `failures` for a
-            configuration that the device cannot run.
+        directory: directory of the files; made when the first one is written.
+        device: model of the device; part of every key.
+        version: compiler version; part of every key.
+        timer: returns the seconds that a call of the function takes on the device. It raises one of
+            `failures` for a configuration that the device cannot run.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class Tuner:
         self.directory, self.device, self.version = directory, device, version
         self.timer, self.failures = timer, failures
         self.num_timed = 0
-        """Configurations timed by this process."""
+        """Number of configurations that this process has timed."""
         self._known: dict[str, Config] = {}
         self._absent: set[str] = set()
-        """Keys that the disk had nothing for."""
+        """Keys for which the disk has no entry."""
 
     def choose(
         self,
@@ -110,13 +112,13 @@ class Tuner:
         candidates: Callable[[], Sequence[Config]],
         run: Callable[[Config], None],
     ) -> Config:
-        """The fastest known configuration for a key.
+        """Returns the fastest known configuration for a key.
 
         Args:
-            key: of `kernel_key`.
-            default: what runs where nothing is known and nothing may be timed.
-            candidates: that are worth timing; the default is timed with them.
-            run: launches the kernel once with a configuration; it may be called any number of times.
+            key: from `kernel_key`.
+            default: used if nothing is known and timing is not allowed.
+            candidates: returns configurations worth timing; the default is timed too.
+            run: launches the kernel once with a configuration. It may be called any number of times.
         """
         known = self._known.get(key)
         if known is not None:
@@ -136,7 +138,7 @@ class Tuner:
         return best
 
     def path(self, key: str) -> Path:
-        """The file that holds what is known about a key."""
+        """Returns the path of a key's file."""
         full = json.dumps(self._full_key(key), sort_keys=True)
         digest = hashlib.sha256(full.encode()).hexdigest()[:24]
         return self.directory / f"{json.loads(key)['kernel']}-{digest}.json"
@@ -185,7 +187,8 @@ _warming_up = False
 
 @contextmanager
 def warm_up() -> Iterator[None]:
-    """Inside the block, shapes that are not known yet are timed. Calls must not race on other threads."""
+    """Allows timing of unknown shapes inside the `with` block. Other threads must not launch kernels
+    meanwhile."""
     global _warming_up
     before, _warming_up = _warming_up, True
     try:
@@ -202,12 +205,12 @@ def may_tune() -> bool:
 
 
 def cache_directory() -> Path:
-    """Where tuners keep their files."""
+    """Returns the directory of the tuners' files."""
     return cache.cache_directory("tuning")
 
 
 def tuner_of(device: torch.device) -> Tuner:
-    """This process's tuner for a device."""
+    """Returns this process's tuner for a device."""
     if device.type != "cuda":
         return _tuner(Device("interpreter", (0, 0)))
     properties = torch.cuda.get_device_properties(device)
@@ -225,7 +228,8 @@ def _tuner(device: Device) -> Tuner:
 
 
 def time_on_device(run: Callable[[], None]) -> float:
-    """Seconds of a call on the current CUDA device: the median of several, each with a cold level-2 cache."""
+    """Returns the seconds of a call on the current CUDA device: the median of several, each with a cold
+    level-2 cache."""
     run()
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device="cuda")
     events = [
