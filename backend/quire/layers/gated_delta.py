@@ -104,7 +104,7 @@ class Convolution(nn.Module):
 
     def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype) -> None:
         super().__init__()
-        # As checkpoints have it, [num_channels, 1, num_taps], over memory of the order that computes.
+        # Shape of checkpoints, [num_channels, 1, num_taps], over memory in the kernels' order.
         taps = torch.empty((num_taps, num_channels), dtype=dtype)
         self.weight = nn.Parameter(taps.T.unsqueeze(1), requires_grad=False)
 

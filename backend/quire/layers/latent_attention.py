@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
         self.absorb: PackedHeads = ops.pack_heads(keys.transpose(1, 2).contiguous())
         self.to_values: PackedHeads = ops.pack_heads(values.contiguous())
         if device_type != "cpu":
-            # Twice as many as make up for the products with `kv_b_proj`: a token of a prompt sees half of it.
+            # Twice the break-even with the products of `kv_b_proj`: a token sees half of its prompt.
             gain = 2 * latent.kv_rank - latent.nope_dim - latent.value_dim
             cost = latent.kv_rank * (latent.nope_dim + latent.value_dim)
             self.least_expanded = 2 * cost // gain if gain > 0 else None

@@ -125,7 +125,7 @@ class Linear(nn.Module):
         """Computes this rank's part of `forward`."""
         if adapters is None or not any(part.is_used(adapters) for part in self.slots):
             return self.packed(x)
-        # Float32 in between, as where the activation is of the product: rows without adapter keep their bits.
+        # Float32 in between, as in the gated product, so that rows without an adapter keep their bits.
         y = self.packed(x) if self.activation is None else self._ungated(x, torch.float32)
         term = y if y.dtype == x.dtype else torch.zeros_like(y, dtype=x.dtype)
         columns = term.split(list(self.parts.values()), dim=1)

@@ -77,7 +77,7 @@ class RopeConfig:
         rope_type = _ALIASES.get(stated, stated)
         own = {**rope, "type": stated, "rope_type": stated}
         if scaling and {**own, **scaling, "type": other, "rope_type": other} != own:
-            # transformers takes rope_scaling, and then another rope_theta than rope_parameters has.
+            # transformers uses rope_scaling, and then a rope_theta other than that of rope_parameters.
             raise hf.error("rope_parameters and rope_scaling say different things: one of them must go")
         if rope_type not in ROPE_TYPES:
             raise hf.error(f"rope type {stated!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

@@ -167,7 +167,7 @@ def empty_model(
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with checkpoint_errors(hf):
         rules = read_rules(hf)
-        # What is quantised has lost more than bfloat16 takes from activations.
+        # Quantised weights have lost more precision than bfloat16 takes from activations.
         dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
         if rules is not None and (config.dtype, dtype, device.type) == ("auto", torch.float16, "cpu"):
             dtype = torch.bfloat16  # of which there are products here

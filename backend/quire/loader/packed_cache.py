@@ -88,7 +88,7 @@ class BackgroundWriter:
             target=cache.write, args=(key, tree, self._stopped), name="packed-weights", daemon=True
         )
         self._thread.start()
-        # A thread that comes back from PyTorch to an interpreter that is gone would end the process: SIGABRT.
+        # A thread that returns from PyTorch after the interpreter ended would abort the process: SIGABRT.
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -157,7 +157,7 @@ class PackedCache:
                 if shutil.disk_usage(self.directory).free < 2 * size:
                     raise OSError(f"{size / 1e6:.0f} MB would take more than half of what the disk has left")
                 handle, name = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".tmp")
-                # Held as long as somebody writes: what nobody holds was left by a process that has died.
+                # Locked while it is written: an unlocked file was left by a process that died.
                 with contextlib.suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with open(handle, "wb", buffering=0) as file:

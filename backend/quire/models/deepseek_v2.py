@@ -21,7 +21,7 @@ class LatentModel(DecoderModel):
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
         latent = LatentConfig.from_hf(hf)
-        # Here head_dim is what rotates, and each head has a key and a value of its own.
+        # In these files head_dim is the rotated part, and each head has its own key and value.
         config = super().parse_config(
             hf.replace(head_dim=latent.rope_dim, num_key_value_heads=hf.get("num_attention_heads")), dtype
         )

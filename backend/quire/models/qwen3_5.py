@@ -40,7 +40,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         """See DecoderModel."""
         defaults = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
         hf = hf.with_defaults(num_key_value_heads=2, **defaults)
-        # Files state no size of layers without experts, of which there are none.
+        # Every layer has experts, so files state no size of other feed-forward parts.
         config = super().parse_config(hf.replace(intermediate_size=512), dtype)
         size = hf.require_int("shared_expert_intermediate_size", 512)
         hf = hf.replace(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])

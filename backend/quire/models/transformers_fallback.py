@@ -528,7 +528,7 @@ def _probe(model: PreTrainedModel) -> _Seen:
     try:
         with torch.device("meta"), torch.no_grad():
             token_ids, positions = torch.zeros(_NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS)
-            # With a mask nothing looks for several sequences in the positions, which have no numbers here.
+            # Without a mask, transformers would look for sequences in the positions; "meta" has none.
             mask = torch.ones((1, _NUM_TOKENS), dtype=torch.int64)
             hidden = _hidden(base, model.get_input_embeddings()(token_ids), positions, attention_mask=mask)
             setattr(model, model.base_model_prefix, given)

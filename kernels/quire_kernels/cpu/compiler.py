@@ -32,7 +32,7 @@ ENVIRONMENT_COMPILER = "CXX"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 
 _BASE = "-march=x86-64-v4"
-# All of x86-64-v3: on a processor without `abm`, lzcnt is no fault but another instruction.
+# All of x86-64-v3: on a processor without `abm`, lzcnt runs as another instruction, without a fault.
 _V3 = "cx16 lahf_lm popcnt pni ssse3 sse4_1 sse4_2 avx avx2 fma bmi1 bmi2 f16c movbe abm xsave"
 _BF16 = ("-mavx512bf16", "-mavx512vnni")
 ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -160,7 +160,7 @@ def _open(path: Path) -> ctypes.CDLL:
     except OSError:
         if not os.statvfs(path).f_flag & os.ST_NOEXEC:
             raise
-    # Never closed: the loader takes a name that it has seen for the library that it loaded by it.
+    # Never closed: for a name that it has seen, the loader returns the library that it loaded before.
     fd = os.memfd_create(path.name)
     with open(fd, "wb", closefd=False) as copy:
         copy.write(path.read_bytes())

@@ -247,7 +247,7 @@ class Kernels:
         count, size = rows.shape
         codes = torch.empty((count, size), dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
-        # As few vectors per thread as there can be, and then no more threads than it takes.
+        # As few vectors per thread as possible, then no more threads than these need.
         vectors = size * x.element_size() // 16
         threads = -(-vectors // (32 * -(-vectors // 1024))) * 32
         if count:

@@ -157,7 +157,7 @@ class QuantizedLinear(_CodedLinear):
         self._unit = linear_unit(number, CODES[quantization])
         self._row_tiles, self._input_tiles = self.codes.shape[:2]
         self._blocks = self._row_tiles // 2
-        # Of the shape only, so that no result depends on how many rows are computed together.
+        # Depends on the shape only, so that no result depends on how many rows are computed together.
         wanted = _BLOCKS_PER_MULTIPROCESSOR * kernels.launcher.multiprocessors(weight.device) // self._blocks
         self._slices = max(1, min(wanted, self._input_tiles // (_WARPS * _MIN_TILES)))
         self._tickets = torch.zeros(self._blocks, dtype=torch.int32, device=weight.device)

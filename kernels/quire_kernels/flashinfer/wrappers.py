@@ -233,7 +233,7 @@ def _pool(device: torch.device, is_decode: bool, uses_tensor_cores: bool) -> deq
 def _make_wrapper(device: torch.device, is_decode: bool, uses_tensor_cores: bool) -> Any:
     """Makes a wrapper with its own index memory: 8 MiB on the device and 8 MiB pinned."""
     flashinfer = importlib.import_module(MODULE)
-    # What is allocated in inference mode may not be written outside of it, and the wrapper lives on.
+    # Memory made in inference mode must not be written outside of it, and the wrapper outlives it.
     with torch.inference_mode(False):
         if is_decode:
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(

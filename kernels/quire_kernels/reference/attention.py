@@ -180,7 +180,7 @@ def gather_context(kv_layer: KVLayer, blocks: torch.Tensor) -> _Context:
         return _Context(key.float(), value.float(), None, None)
     key, value = gather_blocks(kv_layer.data, blocks)
     scales = gather_blocks(kv_layer.scales, blocks)
-    # Half of what the bits of a float8 mean is in the scale; see `_to_float`.
+    # `_to_float` gives 1/256 of float8 values; the scale has the factor 256.
     factor = 256.0 if kv_layer.data.dtype == torch.float8_e4m3fn else 1.0
     key_scale, value_scale = (scale.float().mul_(factor).unsqueeze(-2) for scale in scales)
     return _Context(_to_float(key), _to_float(value), key_scale, value_scale)
@@ -219,11 +219,12 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tens
 
 
 def _to_float(data: torch.Tensor) -> torch.Tensor:
-    """int8 to its value, float8_e4m3fn to 1/256 of its value, in float32; no result is NaN or infinite.
+    """Converts int8 to its value, and float8_e4m3fn to 1/256 of its value, in float32. No result is NaN or
+    infinite.
 
-    The bits of an e4m3 number, moved to float16's places (4 bits of exponent into the lower ones of 5, 3 of
-    mantissa into the upper ones of 10), are a float16 number whose exponent is 8 less: a subnormal too, and
-    the one NaN becomes 480 / 256. On the CPU this is 4 times as fast as PyTorch's own conversion.
+    The bits of an e4m3 number are moved to float16's places: 4 bits of exponent to the lower ones of 5, 3 of
+    mantissa to the upper ones of 10. That is a float16 number whose exponent is 8 less, also if subnormal; the
+    one NaN becomes 480 / 256. On the CPU this is 4 times as fast as PyTorch's own conversion.
     """
     if data.dtype == torch.int8:
         return data.float()

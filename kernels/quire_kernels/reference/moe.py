@@ -20,7 +20,7 @@ def route(
     num_experts = logits.shape[1] - routing.num_gates
     logits, gates = logits.split([num_experts, routing.num_gates], dim=1)
     is_sigmoid, has_groups = routing.scoring == "sigmoid", routing.num_chosen_groups < routing.num_groups
-    # Softmax keeps the order of logits, where nothing is added to or of it.
+    # Softmax keeps the order of logits. Biases and sums of groups may change it.
     is_plain = not (is_sigmoid or has_groups or bias is not None)
     scores = logits if is_plain else logits.sigmoid() if is_sigmoid else logits.softmax(-1)
     choice = scores if bias is None else scores + bias

@@ -58,7 +58,7 @@ def grouped(
         zeros = int(zeros[0, 0])
     minimums = None
     if not isinstance(zeros, int) or zeros > 128:
-        # Taken off behind the product, which float32 does exactly with scales of 16 bits.
+        # Subtracted after the product, which float32 computes exactly with 16-bit scales.
         minimums, zeros = scales * zeros, 0
     if num_columns % max(32, group) == 0 and (group == 16 or group % 32 == 0):
         return GroupedWeight(

@@ -138,7 +138,7 @@ class GPTQ:
         scales, g_idx = tensors["scales"].T.contiguous(), tensors["g_idx"]
         codes = unpack_words(tensors["qweight"].T, self.bits, len(g_idx))
         zeros = unpack_words(tensors["qzeros"], self.bits, len(scales)).T.int()
-        # What does not fit into the bits of a code wraps round, as it did when 1 was taken off.
+        # A zero beyond the code's bits wraps round, as it did when the tool subtracted 1.
         zeros = zeros + self.zero_offset & (1 << self.bits) - 1
         return in_groups(codes, scales, zeros, self.bits, self.group, g_idx)
 
