@@ -223,8 +223,8 @@ def _to_float(data: torch.Tensor) -> torch.Tensor:
     infinite.
 
     The bits of an e4m3 number are moved to float16's places: 4 bits of exponent to the lower ones of 5, 3 of
-    mantissa to the upper ones of 10. That is a float16 number whose exponent is 8 less, also if subnormal; the
-    one NaN becomes 480 / 256. On the CPU this is 4 times as fast as PyTorch's own conversion.
+    mantissa to the upper ones of 10. That is a float16 number whose exponent is 8 less, also if subnormal.
+    The one NaN becomes 480 / 256. On the CPU this is 4 times as fast as PyTorch's own conversion.
     """
     if data.dtype == torch.int8:
         return data.float()
