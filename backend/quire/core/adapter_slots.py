@@ -1,4 +1,4 @@
-"""AdapterSlots: which adapters lie in the runner's slots, and who may have one next."""
+"""AdapterSlots: decides which adapters occupy the runner's slots, and which waiting request gets one next."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from quire.adapters import Adapter, AdapterLoad, AdapterWeights
 class _Slot:
     adapter: Adapter | None = None
     num_holders: int = 0
-    """Running requests that are computed with it."""
+    """Number of running requests that use this adapter."""
     held_at: int = 0
-    """Number of the last time that a request began with it; larger is later."""
+    """Sequence number of the latest request that began with this adapter; larger is later."""
 
 
 class AdapterSlots:
-    """A request with an adapter runs only while that lies in a slot, and holds it until it waits or ends.
+    """Assigns adapters to the runner's slots. A request with an adapter runs only while the adapter has a
+    slot; it holds the slot until it is preempted or ends.
 
-    Waiting requests are asked for in the order of the queue. The first that finds its adapter in no slot, and
-    all slots held, is promised the slot with the fewest holders: nobody behind it may begin with what lies
-    there. So each gets a slot when those that run with one adapter have ended, and meanwhile requests behind
-    it run that need no slot or another one. Of slots that nobody holds the least recently used is taken.
+    Waiting requests ask in the order of the queue. If a request's adapter has no slot and all slots are held,
+    it is promised the slot with the fewest holders. Requests behind it may not begin with the adapter in that
+    slot, so the slot becomes free once its present holders have ended. Requests that need no slot, or another
+    slot, go on being admitted. Among slots without holders, the least recently used one is reused.
 
     Args:
-        num_slots: of the runner.
-        weights: of an adapter; None: they are not in host memory, and are read from now on.
+        num_slots: number of adapter slots in the runner.
+        weights: returns an adapter's weights; None: they are not in host memory yet, and reading them begins.
     """
 
     def __init__(self, num_slots: int, weights: Callable[[Adapter], AdapterWeights | None]) -> None:
@@ -35,23 +36,23 @@ class AdapterSlots:
         self._weights = weights
         self._slot_of: dict[Adapter, int] = {}
         self._promised: dict[int, Adapter] = {}
-        """Slots of waiting requests of this plan."""
+        """Slots promised in the present plan, each with the adapter of the waiting request."""
         self._loads: list[AdapterLoad] = []
         self._num_holds = 0
         self.waiting: set[Adapter] = set()
         """Adapters for which the latest plan passed over a request: each needs a slot, or its weights."""
         self.is_reading = False
-        """Whether one of these waits for its weights alone."""
+        """Whether at least one adapter in `waiting` lacks only its weights."""
         self.num_hits = self.num_loads = self.num_evictions = 0
 
     def begin_plan(self) -> None:
-        """Forgets what was promised to requests of the plan before: they are asked for again."""
+        """Drops the promises of the previous plan; its waiting requests ask again."""
         self._promised.clear()
         self.waiting.clear()
         self.is_reading = False
 
     def may_run(self, adapter: Adapter) -> bool:
-        """Whether a waiting request of this adapter may run from now on, as far as slots are concerned."""
+        """Returns whether the slots allow a waiting request with this adapter to begin now."""
         slot = self._slot_of.get(adapter)
         if slot is not None:
             if self._promised.get(slot, adapter) is adapter:
@@ -69,7 +70,7 @@ class AdapterSlots:
         return False
 
     def _promise(self, adapter: Adapter) -> int | None:
-        """The slot that will be this adapter's; None: others wait for all of them."""
+        """Returns the slot promised to this adapter; None: all slots are promised to others."""
         for slot, other in self._promised.items():
             if other is adapter:
                 return slot
@@ -82,11 +83,8 @@ class AdapterSlots:
         return slot
 
     def hold(self, adapter: Adapter, *, is_new: bool) -> None:
-        """A request runs from now on; it `may_run`, or another of its adapter does.
-
-        Args:
-            is_new: whether it counts as a hit or a miss.
-        """
+        """Counts a request that begins to run with this adapter. `may_run` allowed it, or a request with the
+        same adapter is already running."""
         slot = self._slot_of.get(adapter)
         if slot is None:
             slot = self._bring(adapter)
@@ -112,11 +110,11 @@ class AdapterSlots:
         return slot
 
     def release(self, adapter: Adapter) -> None:
-        """A request that held its adapter's slot runs no more."""
+        """Counts that a request stopped running and no longer holds its adapter's slot."""
         self._slots[self._slot_of[adapter]].num_holders -= 1
 
     def slot_of(self, adapter: Adapter) -> int:
-        """Where it lies; -1: in no slot."""
+        """Returns the adapter's slot; -1: it has none."""
         return self._slot_of.get(adapter, -1)
 
     @property
@@ -124,29 +122,30 @@ class AdapterSlots:
         return sum(slot.num_holders > 0 for slot in self._slots)
 
     def take_loads(self) -> list[AdapterLoad]:
-        """Hands over the adapters that the next step brings into slots, once."""
+        """Returns the adapters that the next step must load into slots, and clears the list."""
         loads, self._loads = self._loads, []
         return loads
 
     def load_again(self, loads: list[AdapterLoad]) -> None:
-        """Has the next step bring what one was to bring that has failed."""
+        """Schedules these loads again for the next step, because the step that carried them failed."""
         self._loads = loads + self._loads
 
     def forget(self, adapter: Adapter) -> None:
-        """The adapter is unloaded; nobody holds its slot."""
+        """Frees the slot of an unloaded adapter; no request may hold it."""
         slot = self._slot_of.pop(adapter, None)
         if slot is not None:
             assert not self._slots[slot].num_holders, adapter
             self._slots[slot] = _Slot()
 
     def clear(self) -> None:
-        """The slots are gone, with nobody who held one; new ones are empty."""
+        """Empties all slots and drops their holders, for a runner that starts anew."""
         for adapter in list(self._slot_of):
             self.forget(adapter)
         self._loads.clear()
 
     def check_integrity(self, running: list[Adapter]) -> None:
-        """Asserts what must hold between any two calls; `running`: of each running request that has one."""
+        """Asserts the invariants that hold between any two calls. `running`: the adapter of each running
+        request that has one."""
         for slot in self._slots:
             own = sum(adapter is slot.adapter for adapter in running)
             assert slot.num_holders == own, (slot, own)

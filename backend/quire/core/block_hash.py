@@ -10,12 +10,13 @@ from quire.adapters import Adapter
 from quire.core.request import Request
 
 DIGEST_SIZE = 16
-"""Bytes; a collision would show one request another's text, so it must not happen by intent either."""
+"""Size of a block hash in bytes. It resists deliberate collisions: a collision would show one request
+another's text."""
 
 
 def root_hash(cache_salt: str, adapter: Adapter | None = None) -> bytes:
-    """The hash before that of a sequence's first block. Requests with different salts, or adapters with
-    different weights, have no block hash in common. Empty without salt and adapter."""
+    """Returns the hash that precedes a sequence's first block. Requests with different salts, or adapters
+    with different weights, share no block hash. Empty without salt and adapter."""
     salt = b""
     if cache_salt:
         salt = hashlib.blake2b(cache_salt.encode("utf-8"), digest_size=DIGEST_SIZE, person=b"salt").digest()
@@ -25,9 +26,9 @@ def root_hash(cache_salt: str, adapter: Adapter | None = None) -> bytes:
 
 
 def hash_blocks(request: Request, count: int, block_size: int) -> list[bytes]:
-    """`request.block_hashes`, with at least those of the first `count` blocks, which must be full.
+    """Returns `request.block_hashes`, extended to at least the first `count` blocks, which must be full.
 
-    They are kept there, as tokens that are known never change.
+    The hashes stay in the request, because known tokens never change.
     """
     hashes = request.block_hashes
     for index in range(len(hashes), count):
@@ -36,14 +37,15 @@ def hash_blocks(request: Request, count: int, block_size: int) -> list[bytes]:
 
 
 def group_key(content_hash: bytes, group: int) -> bytes:
-    """The key that finds the block of a KV group; for group 0 the hash itself."""
+    """Returns the key of a block in a KV group; for group 0 it is the content hash itself."""
     return content_hash + bytes((group,)) if group else content_hash
 
 
 def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None:
-    """Keys that, beside its tokens, the block of tokens [begin, end) has in KV events; None: it has none.
+    """Returns the extra keys of the block with tokens [begin, end) in KV events; None: only its tokens
+    identify it.
 
-    A salt is represented by its hash, so that nobody who reads it can use the salt.
+    A cache salt appears only as a hash, so that readers of the events cannot use the salt.
     """
     keys = []
     if request.scheduling.cache_salt:

@@ -1,4 +1,4 @@
-"""BlockPool: reference-counted blocks of KV cache, handed out from lists that free and take in O(1)."""
+"""BlockPool: reference-counted blocks of KV cache, kept in free lists with O(1) insertion and removal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.request.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
 
 
 class BlockPool:
-    """Keeps which of the `num_blocks` blocks are in use, and in which order the others are handed out.
+    """Tracks which of the `num_blocks` blocks are in use, and the order in which the others are allocated.
 
-    A block whose tokens are all computed may carry the hash of its content, under which others find it.
-    Blocks without references lie in doubly linked lists: those without content in the first, the others by
-    retention priority, each least recently freed first. The
-    links lie in two flat lists indexed by block id, with a sentinel per list behind them, so that a block
-    leaves the middle of a list in O(1): that is what a hit on an unreferenced cached block needs. The bits of
-    an integer tell which lists have blocks.
+    A block whose tokens are all computed may carry the hash of its content, by which other requests find it.
+    Blocks without references lie in doubly linked lists. The first list holds blocks without content; the
+    others hold cached blocks, one list per retention priority. Within a list, the least recently freed block
+    comes first. The links are two flat lists indexed by block id, followed by one sentinel per list. A block
+    can therefore leave the middle of a list in O(1), as a hit on an unreferenced cached block requires. The
+    bits of an integer say which lists are not empty.
 
     `num_free + num_cached + num_in_use == num_blocks` always.
 
@@ -51,22 +51,23 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without references and without content worth keeping."""
+        """Number of blocks without references and without cached content."""
         return self.num_blocks - self.num_in_use - self.num_cached
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out now: free ones, and cached ones which it evicts."""
+        """Number of blocks that `allocate` can return now: free ones, and cached ones, which it evicts."""
         return self.num_blocks - self.num_in_use
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` blocks, each with one reference: free ones, then cached ones, which are evicted.
+        """Allocates `count` blocks with one reference each: free blocks first, then cached blocks, which it
+        evicts.
 
         Returns:
-            Their ids, least worth keeping first; None, and nothing is taken, if fewer are available.
+            The block ids in the order of eviction; None: fewer are available, and nothing is allocated.
         """
         if count > self.num_available:
             return None
@@ -92,7 +93,8 @@ class BlockPool:
         return block_ids
 
     def incref(self, block_id: int) -> None:
-        """One more reference to a block; one without any leaves its list and keeps its content."""
+        """Adds one reference to a block. A block without references leaves its list first and keeps its
+        content."""
         if self._ref_counts[block_id] == 0:
             self._unlink(block_id)
             self.num_in_use += 1
@@ -102,10 +104,11 @@ class BlockPool:
         self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int], now: float = 0.0) -> None:
-        """Drops one reference of each; blocks without any more go to the end of their list, in this order.
+        """Drops one reference of each block. Blocks left without references go to the end of their list, in
+        this order.
 
         Args:
-            now: seconds; the time to live of cached blocks counts from here.
+            now: seconds; the time to live of the blocks that become unreferenced starts here.
         """
         ref_counts, hashes = self._ref_counts, self._hashes
         for block_id in block_ids:
@@ -124,11 +127,11 @@ class BlockPool:
                     heapq.heappush(self._expiries, (deadline, block_id))
 
     def cached(self, content_hash: bytes) -> int | None:
-        """The block with this content, referenced or not."""
+        """Returns the block with this content, referenced or not; None: there is none."""
         return self._by_hash.get(content_hash)
 
     def cached_hashes(self) -> set[bytes]:
-        """Hashes of all content that can be found, in use or not; O(num_blocks)."""
+        """Returns the hashes of all content that can be found, referenced or not; O(num_blocks)."""
         return set(self._by_hash)
 
     def keep(
@@ -138,11 +141,12 @@ class BlockPool:
         retention: int = DEFAULT_RETENTION,
         ttl_s: float | None = None,
     ) -> bool:
-        """Lets a referenced block be found by the hash of its content, unless another one is already.
+        """Makes a referenced block findable by the hash of its content, unless another block with that hash
+        is.
 
         Args:
-            retention: in [0, 100]; blocks of a higher one are evicted later. Where several requests keep the
-                same content, the highest counts.
+            retention: priority in [0, 100]; blocks with a higher one are evicted later. If several requests
+                keep the same content, the highest applies.
             ttl_s: seconds without references after which the content is forgotten; None: never.
 
         Returns:
@@ -177,7 +181,7 @@ class BlockPool:
                 self._forget(block_id)
 
     def forget_all(self) -> int:
-        """Forgets all content, also of blocks in use; returns how much there was."""
+        """Forgets all content, including that of blocks in use. Returns how many blocks had content."""
         count = len(self._by_hash)
         on_evict, self.on_evict = self.on_evict, None
         self.forget(list(self._by_hash.values()))
@@ -186,11 +190,12 @@ class BlockPool:
 
     @property
     def next_expiry(self) -> float:
-        """No cached block's time to live is over before it."""
+        """Time before which no cached block expires; inf: none will."""
         return self._expiries[0][0] if self._expiries else math.inf
 
     def expire(self, now: float) -> None:
-        """Forgets cached blocks whose time to live is over; amortised O(log n) per block freed with one."""
+        """Forgets cached blocks whose time to live has ended; amortised O(log n) per freed block with a time
+        to live."""
         while self._expiries and self._expiries[0][0] <= now:
             deadline, block_id = heapq.heappop(self._expiries)
             if self._deadlines.get(block_id) == deadline:
@@ -224,7 +229,8 @@ class BlockPool:
             self.on_evict(content_hash)
 
     def free_list(self) -> list[int]:
-        """Blocks without references in the order in which `allocate` hands them out; O(num_blocks)."""
+        """Returns the blocks without references, in the order in which `allocate` returns them;
+        O(num_blocks)."""
         block_ids: list[int] = []
         for number in self._nonempty():
             sentinel = self.num_blocks + number

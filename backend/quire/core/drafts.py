@@ -1,14 +1,14 @@
-"""Drafts: guesses of the tokens that come next, and how many of them a step tries.
+"""Drafts: guesses at the next tokens, and how many of them a step verifies.
 
-A row computes its newest token, and behind it drafts as if they were known. What is drawn behind each of
-them is what would be drawn there anyway, as draws are a function of seed and position. So drafts are right up
-to the first that is not what was drawn, and the output is the same as without. (Leviathan et al. 2023,
-arXiv 2211.17192, have the same distribution.)
+A row computes its newest token, followed by drafts as if they were known. The token sampled after each of
+them is the one that would be sampled there anyway, since sampling is a function of seed and position. Drafts
+are accepted up to the first that differs from the sampled token, so the output is the same as without drafts.
+(Leviathan et al. 2023, arXiv 2211.17192, preserve the distribution only.)
 
-The guess is that what followed the newest tokens before follows them again: prompt lookup, as in Yang et al.
-2023, arXiv 2304.04487. It costs no model, and whether it would have been right is known for free also where
-it was not tried. Where there is a draft model, it guesses in the runner what prompt lookup knows nothing of,
-or is less often right about.
+The guess is prompt lookup, as in Yang et al. 2023, arXiv 2304.04487: what followed an earlier occurrence of
+the newest tokens is expected to follow again. It needs no model, and its accuracy is known for free even
+where it was not tried. A draft model, if there is one, guesses in the runner where prompt lookup finds
+nothing or is less often right.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from collections.abc import Sequence
 import numpy as np
 
 GRAM = 3
-"""Newest tokens that must have occurred before."""
+"""Number of newest tokens that must have occurred before, for prompt lookup to guess."""
 _BITS = 21
-"""Bits of a token id in a gram's key: those of three ids fill 63."""
+"""Bits of one token id in a gram's key; the three ids of a gram fill 63."""
 _NEWEST = (1 << GRAM * _BITS) - 1
 _WORTH_WAITING = 0.6
-"""Chance from which on more than one token is to be expected of every other step."""
+"""Acceptance probability from which a step every other time, with drafts, is expected to yield more than one
+token."""
 _MOST_BASE = 1e6
 _MARGIN = 1.15
-"""How much more than its cost a draft must bring, as its chance is an estimate."""
+"""Factor by which a draft's expected gain must exceed its cost, since its probability is an estimate."""
 _LIKELY = 0.8
 _PROBED = 32
-"""One step in so many tries likely drafts that it would not, as what they cost may have changed."""
+"""One step in this many tries likely drafts even if they seem too expensive, as their cost may have
+changed."""
 _RATED = 0.15
-"""Weight of the newest guess in `Drafter.chance`."""
+"""Weight of the newest guess in `Drafter.chance`, a moving average."""
 _HOPED = 0.7
-"""Chance of a draft model's guesses before any was tried: enough to wait for."""
+"""Assumed accuracy of a draft model before its first guess is verified: high enough to wait for one."""
 _RETRY = 64
-"""Tokens after which a draft model is tried again that had not been worth it."""
+"""Number of tokens after which a draft model that was not worth its cost is tried again."""
 
 
 class Drafter:
-    """Guesses for one request.
+    """Guesses the next tokens of one request.
 
     Args:
-        most: tokens of a guess.
+        most: most tokens in a guess.
         has_model: whether a draft model can guess, too.
     """
 
@@ -67,13 +69,14 @@ class Drafter:
 
     def __init__(self, most: int, has_model: bool = False) -> None:
         self.guess: list[int] = []
-        """Tokens that may follow all those seen, as many as known."""
+        """Tokens guessed to follow those seen; empty: no guess."""
         self.chance = 0.5
-        """Share of the guessed tokens that were right of late, where those before them were."""
+        """Moving average of prompt lookup's accuracy: the share of guessed tokens that were right, given that
+        those before them were."""
         self.model_chance = _HOPED
-        """The same of the draft model's, which is known where they were tried."""
+        """Same as `chance`, for the draft model; updated only by guesses that steps verified."""
         self.num_tried = self.num_accepted = 0
-        """Tokens of guesses that steps have tried, and how many were right."""
+        """Number of guessed tokens that steps have verified, and how many were right."""
         self._most = most
         self._has_model = has_model
         self._num_seen = self._model_tried_at = 0
@@ -83,10 +86,10 @@ class Drafter:
         """Keys of all grams in the tokens that were first seen, in ascending order, and the index of the
         token after each gram. A dictionary would take ten times the memory."""
         self._after: dict[int, int] = {}
-        """Index of the token after the latest occurrence of each later gram, by the gram's key."""
+        """Index of the token after the latest occurrence of each gram seen later, by the gram's key."""
 
     def see(self, token_ids: Sequence[int]) -> None:
-        """Takes the tokens so far, prompt and output: rates the latest guess by them, and makes another."""
+        """Takes all tokens so far, prompt and output. Rates the latest guess by them and makes the next."""
         begin, end = self._num_seen, len(token_ids)
         self._num_seen = end
         if not begin:
@@ -112,7 +115,8 @@ class Drafter:
         return self._has_model and (not self.guess or self.chance < self.model_chance)
 
     def next(self) -> tuple[float, int]:
-        """Chance of each token of the next guess, and how many it has, maybe none."""
+        """Returns the probability that each token of the next guess is right, and the number of its tokens, 0
+        if none."""
         if not self.uses_model:
             return self.chance, len(self.guess)
         if self._num_seen - self._model_tried_at >= _RETRY:
@@ -120,7 +124,8 @@ class Drafter:
         return self.model_chance, self._most
 
     def rate_model(self, num_tried: int, num_right: int) -> None:
-        """Takes in how the draft model's latest guess did, before the tokens that followed are seen."""
+        """Updates the draft model's accuracy with its latest guess. Call it before `see` gets the tokens that
+        followed."""
         if not num_tried:
             return
         self._model_tried_at = self._num_seen
@@ -141,8 +146,8 @@ class Drafter:
 
 
 def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
-    """[n] keys of all grams that something follows, ascending, equal ones in the order of the tokens; [n]
-    indices of what follows."""
+    """Returns two arrays of length n: the keys of all grams that a token follows, ascending, equal keys in
+    the order of the tokens; and the indices of the tokens that follow."""
     ids = np.array(token_ids, dtype=np.int64)
     keys = ids[:-GRAM] << 2 * _BITS | ids[1 : -GRAM + 1] << _BITS | ids[2 : -GRAM + 2]
     order = np.argsort(keys, kind="stable")
@@ -150,20 +155,22 @@ def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
 
 
 class StepCost:
-    """Seconds of a step without prefill by the number of its tokens: a line through the latest such steps."""
+    """Estimates the seconds of a step without prefill as a line in its number of tokens, fitted to the latest
+    such steps."""
 
     _FORGET = 0.98
     _TRUST = 0.1
-    """How much the sizes of steps must vary (tokens squared) for half of the slope to be theirs."""
+    """Variance of the step sizes (tokens squared) at which the fitted slope counts for half."""
     _PAUSE = 10.0
-    """Times what is expected: one step alone that takes longer was held up, and is no measure."""
+    """Factor over the expected time above which a single step counts as held up and is not fitted."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._square = self._product = 0.0
         self._base = 16.0
-        """How many tokens cost what a step without any does: a guess until steps of several sizes show it."""
+        """Number of tokens that cost as much as a step's fixed part: a guess until steps of several sizes
+        were measured."""
         self.is_known = False
-        """Whether there were steps of several sizes."""
+        """Whether steps of several sizes were measured."""
         self._was_held_up = False
 
     def add(self, num_tokens: int, seconds: float) -> None:
@@ -188,7 +195,8 @@ class StepCost:
         return max(self._square / self._weight - mean * mean, 0.0)
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a step without tokens, and of each of its tokens; (0, 0) before the first."""
+        """Returns the seconds of a step's fixed part and of each of its tokens; (0, 0) before the first
+        step."""
         if not self._weight:
             return 0.0, 0.0
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
@@ -200,10 +208,11 @@ class StepCost:
 
 
 class DraftBudget:
-    """How many drafts a step tries: those that bring tokens at a higher rate than the step without them.
+    """Chooses how many drafts a step verifies: those that yield tokens at a higher rate than the step without
+    them.
 
-    A draft costs what a token more costs, and brings a token with the chance that it and all drafts before it
-    are right. So few rows try much, many rows nothing.
+    A draft costs as much as one more token in the step. It yields a token only if it and all drafts before it
+    are right. So a few rows verify many drafts and many rows verify none.
     """
 
     def __init__(self) -> None:
@@ -211,11 +220,11 @@ class DraftBudget:
         self._seconds = self._slope = 0.0
         self._expected = 0.0
         self._most = 0
-        """Drafts of a row; one at a time until it is known what they cost."""
+        """Most drafts of a row; 1 until their cost is known."""
         self._num_steps = 0
 
     def begin(self, num_rows: int) -> None:
-        """A step of so many rows is planned."""
+        """Starts the budget of a step with `num_rows` rows."""
         base, self._slope = self.cost.line()
         self._slope *= _MARGIN
         self._seconds = base + self._slope * num_rows
@@ -224,12 +233,14 @@ class DraftBudget:
         self._num_steps += 1
 
     def is_worth_waiting(self, drafter: Drafter) -> bool:
-        """Whether a request gains by waiting for its newest tokens, where its next row could do without."""
+        """Returns whether a request gains by waiting for its newest tokens before its next row, which could
+        run without."""
         chance, most = drafter.next()
         return most > 0 and chance >= _WORTH_WAITING and chance * self._seconds > self._slope * self._expected
 
     def allocate(self, chance: float, most: int) -> int:
-        """How many drafts a row tries, each right with `chance` if those before are."""
+        """Returns how many drafts a row verifies, at most `most`; `chance`: the probability that each is
+        right if those before it are."""
         count, right, most = 0, chance, min(most, self._most)
         while count < most and right * self._seconds > self._slope * self._expected:
             count += 1

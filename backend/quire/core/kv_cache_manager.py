@@ -1,4 +1,4 @@
-"""KVCacheManager: which blocks hold the keys and values of which request."""
+"""KVCacheManager: maps each request to the blocks that hold its keys and values."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from quire.models.kv_groups import KVGroup, blocks_per_sequence
 
 
 class KVCacheManager:
-    """Block tables of the running requests over one pool.
+    """Keeps the block tables of the running requests, over one pool of blocks.
 
     Token i of a request lies, for the layers of group g, in block `block_ids(request)[g][i // block_size]` at
-    offset `i % block_size`. Requests whose tokens (and images) begin alike share the blocks of what they have
-    in common: a full block is found by the hash of its content and all that precedes it, and is never
-    written again. Tables are append-only while they exist, so a runner only needs to be told what was
-    appended. A table has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence
-    are unused. In a group with a window, blocks wholly before it are given back.
+    offset `i % block_size`. Requests with the same first tokens (and images) share the blocks of that prefix.
+    A full block is found by the hash of its content and of all that precedes it, and is never written again.
+    Tables are append-only while they exist, so the runner only needs the appended block ids. A table has no
+    more blocks than its tokens need: at most `block_size - 1` slots of a sequence are unused. In a group with
+    a window, blocks wholly before the window are freed.
 
-    In a group of states a request holds one block, the last of its table, with the state behind its computed
+    In a group of states a request holds one block, the last of its table, with the state after its computed
     tokens. The table's other blocks are NULL_BLOCK. Rows write the state in place, and its block moves to the
-    end of the table as that grows. A state at a border of blocks is a snapshot: it is shared and found as
-    full blocks are, and never written again. Its request goes on in a copy, which is made before the step
-    computes anything. A request without computed tokens begins with zeros, whatever is in its block.
+    end of the table when the table grows. A state at a block boundary is a snapshot: it is shared and found
+    like a full block, and never written again. Its request continues in a copy, which the step makes before
+    it computes anything. A request without computed tokens begins with a zero state, whatever its block
+    contains.
 
-    A block of keys and values may be found from the moment when the step that fills it is planned: in one
-    step all keys and values of a layer are written before any are read, so a request that joins the very step
-    that computes its prefix shares it. A snapshot may be found once the next row of its request is planned.
+    A block of keys and values can be found as soon as the step that fills it is planned. Within one step all
+    keys and values of a layer are written before any are read, so a request in the same step can share the
+    block. A snapshot can be found once the next row of its request is planned.
 
     Args:
-        groups: layers that need the same past, those of states last; see `quire.models.kv_groups`.
+        groups: layers that need the same past, groups of states last; see `quire.models.kv_groups`.
         enable_prefix_caching: whether blocks can be found by their content.
         cache_ttl_s, max_pinned_fraction: as in CacheConfig.
         max_step_tokens: most tokens of one request in a step; bounds what a group with a window needs.
-        events: is told of cached blocks of group 0.
+        events: receives an event for each block of group 0 that is cached or evicted; None: no events.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class KVCacheManager:
         assert block_size >= 1, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cached_tokens = 0
-        """Tokens that requests did not compute because their blocks were there, since start."""
+        """Number of tokens since start that requests did not compute, because their blocks were cached."""
         self.num_queried_tokens = 0
-        """Tokens of the requests whose beginnings were looked up, at their first admission, since start."""
+        """Number of tokens since start in requests whose prefix was looked up, at their first admission."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_full_groups = sum(group.window is None for group in self.groups)
@@ -75,13 +76,13 @@ class KVCacheManager:
             on_evict=None if events is None else self._evicted,
         )
         self.no_blocks: list[list[int]] = [[] for _ in self.groups]
-        """Result of allocate_slots where no block is appended, an empty list for each KV group; not to be
-        changed."""
+        """Result of allocate_slots if no block is appended: an empty list for each KV group. Callers must not
+        change it."""
         self.pins = Pins(self.pool, int(max_pinned_fraction * num_blocks))
         self._lookup = PrefixLookup(self.groups, block_size, self.pool)
         self._copies: list[tuple[int, int]] = []
         self._snapshots: list[tuple[bytes, int]] = []
-        """(key, block id) of the snapshots that the row being planned leaves."""
+        """(key, block id) of each snapshot that the row being planned leaves behind."""
         self._now = 0.0  # of the latest expire()
 
     @property
@@ -90,12 +91,13 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         return self.pool.num_available
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that the whole pool holds; 2**62 where windows bound every one."""
+        """Most tokens of one sequence that the whole pool can hold; 2**62 if windows bound every sequence's
+        blocks."""
         if not self.num_full_groups and self.num_blocks_for(2**62) <= self.num_blocks:
             return 2**62
         low, high = 0, self.num_blocks // (self.num_full_groups or len(self.groups))
@@ -109,11 +111,11 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks in use, in [0, 1]."""
+        """Fraction of the blocks that are in use, in [0, 1]."""
         return self.pool.num_in_use / self.pool.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of this many tokens holds, over all groups."""
+        """Returns the most blocks that a sequence of this many tokens holds, over all groups."""
         return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
 
     def num_held_blocks(self, request: Request) -> int:
@@ -125,9 +127,9 @@ class KVCacheManager:
         return sum(map(len, table.blocks)) - sum(table.released)
 
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks to append so that `num_tokens` tokens of the request have slots.
+        """Returns how many blocks must be appended so that `num_tokens` tokens of the request have slots.
 
-        Of a group with a window, what the request needs at a time: it decodes once its tokens are computed.
+        A group with a window counts only the blocks that the request holds at one time.
         """
         if self._is_uniform:
             missing = -(-num_tokens // self.block_size)
@@ -143,9 +145,10 @@ class KVCacheManager:
         return max(0, blocks_per_sequence(groups, num_tokens, self.block_size, chunk) - num_held)
 
     def plain_decode_until(self, request: Request) -> int:
-        """Up to how many computed tokens the request's rows of one token change nothing here.
+        """Returns the number of computed tokens up to which one-token rows leave this manager unchanged; 0:
+        even the next may change it.
 
-        Each of these tokens has its slot, no block becomes full or leaves a window, and
+        Until then each token has its slot, no block becomes full or leaves a window, and
         `num_missing_blocks(request, request.num_tokens + 1)` stays 0.
         """
         table = request.table
@@ -164,16 +167,16 @@ class KVCacheManager:
         return end
 
     def num_slots(self, request: Request) -> int:
-        """Tokens of a running request that its table has slots for."""
+        """Returns how many tokens of a running request its block table has slots for."""
         assert request.table is not None, request
         return len(request.table.blocks[0]) * self.block_size
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[list[int]] | None:
-        """Makes slots for the request's next `num_new_tokens` tokens after its computed ones.
+        """Allocates slots for the request's next `num_new_tokens` tokens after its computed ones.
 
         Returns:
-            Per group, the block ids appended to its table, often none, not to be changed; None, and nothing
-            is taken, if the pool has too few blocks.
+            For each group, the block ids appended to its table, often none. Callers must not change the
+            lists. None: the pool has too few blocks, and nothing is allocated.
         """
         table = request.table
         if table is None:
@@ -205,11 +208,12 @@ class KVCacheManager:
     def _advance_state(
         self, request: Request, table: RequestBlocks, group: int, count: int, target: int | None
     ) -> list[int]:
-        """Appends `count` blocks to the table of a group of states, of which the last alone is one.
+        """Appends `count` entries to the request's table in a group of states. Only the last one is a block,
+        all others are NULL_BLOCK.
 
         Args:
-            target: a new block, where the request has no state yet, or has it at a border; None: the state
-                stays in its block.
+            target: a new block for the state, if the request has no state yet or its state is at a block
+                boundary; None: the state keeps its block.
         """
         blocks = table.blocks[group]
         block_id = NULL_BLOCK if target is None else target
@@ -229,13 +233,15 @@ class KVCacheManager:
         return new
 
     def pop_copies(self) -> list[tuple[int, int]]:
-        """Hands over the (from, to) of the states that the planned step's rows go on in, once."""
+        """Returns the (from, to) blocks of the states to copy before the planned step computes, and clears
+        the list."""
         copies, self._copies = self._copies, []
         return copies
 
     def align_row(self, request: Request, num_new_tokens: int) -> int:
-        """Fewer new tokens, where the row would pass a border of blocks at which a snapshot of the request's
-        states is of use: the last border in the row, or of its known tokens but the last."""
+        """Returns a smaller number of new tokens if the row would otherwise pass a block boundary where a
+        snapshot of the request's states is useful. The row then ends at the last boundary that is in it and
+        before the request's last known token."""
         if not self.num_state_groups or not self.enable_prefix_caching:
             return num_new_tokens
         begin = request.num_computed_tokens
@@ -245,13 +251,13 @@ class KVCacheManager:
     def find_prefix(
         self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None
     ) -> CachedPrefix:
-        """The longest beginning of the request whose blocks are cached, here or (by key) `is_in_tier`."""
+        """Returns the longest prefix of the request whose blocks are in the pool or, by key, `is_in_tier`."""
         if not self.enable_prefix_caching:
             return CachedPrefix(0, [[] for _ in self.groups])
         return self._lookup.find(request, is_in_tier)
 
     def num_taken(self, prefix: CachedPrefix) -> int:
-        """How many blocks fewer can be allocated once a request has begun with the prefix."""
+        """Returns by how many blocks `num_free_blocks` shrinks when a request begins with the prefix."""
         return sum(
             block_id == IN_TIER or (block_id >= 0 and self.pool.ref_count(block_id) == 0)
             for blocks in prefix.block_ids
@@ -259,11 +265,11 @@ class KVCacheManager:
         )
 
     def begin_with(self, request: Request, prefix: CachedPrefix) -> list[tuple[int, int, int]]:
-        """Begins the table of a request that has none with what was found for it.
+        """Creates the block table of a request from its cached prefix; the request must have none.
 
         Returns:
-            (position in the table, group, new block) of each IN_TIER, in the order of the sequence: these
-            are still to be filled. The pool must have room for them.
+            (position in the table, group, new block) of each IN_TIER entry, in the order of the sequence. The
+            caller must fill these blocks. The pool must have room for them.
         """
         assert request.table is None and request.num_computed_tokens == 0, request
         if not prefix.num_tokens:
@@ -296,13 +302,14 @@ class KVCacheManager:
         return filled
 
     def cache_blocks(self, request: Request, *, is_over: bool = False) -> Sequence[tuple[bytes, int]]:
-        """Lets others find the request's blocks that are full of known tokens, computed or planned.
+        """Makes the request's blocks of known tokens findable, once they are full by computed and planned
+        tokens.
 
         Args:
-            is_over: whether the request computes nothing more, so that its states stay as they are.
+            is_over: whether the request computes nothing more, so that its states no longer change.
 
         Returns:
-            (key, block id) of those not cached before.
+            (key, block id) of the blocks and snapshots that were not offered before.
         """
         if not self.enable_prefix_caching:
             return ()
@@ -325,10 +332,10 @@ class KVCacheManager:
     def _offer(
         self, request: Request, group: int, blocks: Iterable[tuple[int, int]]
     ) -> list[tuple[bytes, int]]:
-        """Lets others find blocks of the request, given by their places in the table of a group.
+        """Makes blocks of the request findable, given as (position in the table of a group, block id).
 
         Returns:
-            (key, block id) of each that is one.
+            (key, block id) of each that is not NULL_BLOCK.
         """
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None
@@ -352,9 +359,10 @@ class KVCacheManager:
         return offered
 
     def uncache_from(self, request: Request, num_tokens: int) -> None:
-        """Makes the blocks behind the first `num_tokens` tokens unfindable: they were not computed after all.
+        """Makes the request's blocks after its first `num_tokens` tokens unfindable, because they were not
+        computed.
 
-        Other requests may hold them already.
+        Other requests may already hold them.
         """
         table = request.table
         if table is None or not self.enable_prefix_caching:
@@ -364,16 +372,18 @@ class KVCacheManager:
         table.num_cached = min(table.num_cached, first)
 
     def uncache(self, newly_cached: Iterable[tuple[bytes, int]]) -> None:
-        """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them."""
+        """Makes blocks that `cache_blocks` returned unfindable for all requests, because the step did not
+        compute them."""
         self.pool.forget(block_id for key, block_id in newly_cached if self.pool.cached(key) == block_id)
 
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
-        """Gives `child`, which has computed the same tokens, a table of its own.
+        """Creates the block table of `child`, which shares the computed tokens of `parent`.
 
-        Full blocks are shared; one that is still written is copied. States must not be ahead of the child.
+        Full blocks are shared; a partly filled one is copied. States of the parent must not be ahead of the
+        child.
 
         Returns:
-            (from, to) of each block to copy; None, and nothing changes, if there is no room for them.
+            (from, to) of each block to copy; None: the pool has no room for them, and nothing changes.
         """
         source = parent.table
         assert source is not None and child.table is None, (parent, child)
@@ -398,27 +408,28 @@ class KVCacheManager:
         return copies
 
     def free(self, request: Request, now: float = 0.0) -> None:
-        """Gives the request's blocks back, its last block first; no effect if it has none."""
+        """Frees the request's blocks, its last block first. No effect on a request without a block table."""
         table, request.table = request.table, None
         if table is None:
             return
         for blocks, released in zip(table.blocks, table.released, strict=True):
-            # The beginning of a sequence is what others may share: it is to be reused last.
+            # Other requests may share the beginning of a sequence, so its blocks are reused last.
             self.pool.free(reversed(blocks[released:] if released else blocks), now)
 
     def block_ids(self, request: Request) -> list[list[int]]:
-        """A copy of the request's block tables, one per group; empty ones if it has none."""
+        """Returns a copy of the request's block tables, one per group; empty lists if it has none."""
         table = request.table
         return [list(blocks) for blocks in table.blocks] if table else [[] for _ in self.groups]
 
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
-        """Holds the full blocks of the request's first tokens beyond its end, instead of the name's old ones.
+        """Pins full blocks of the request's first `num_tokens` tokens under `name`, in place of that pin's
+        old blocks.
 
-        Where they are more than `max_pinned_fraction` allows, the first are held. With groups of states the
-        blocks up to the newest snapshot are held, and it.
+        `max_pinned_fraction` limits the number of blocks; the first ones are pinned. With groups of states,
+        the prefix up to its newest snapshot is pinned, with that snapshot.
 
         Returns:
-            Tokens pinned.
+            Number of tokens pinned.
         """
         count = min(num_tokens, request.num_computed_tokens) // self.block_size
         count = min(count, self.pins.max_blocks // max(1, self.num_full_groups))
@@ -435,18 +446,19 @@ class KVCacheManager:
         return count * self.block_size if block_ids else 0
 
     def expire(self, now: float) -> None:
-        """Releases pins and cached blocks whose time is over."""
+        """Releases the pins and forgets the cached blocks whose deadline has passed."""
         self._now = now
         self.pins.expire(now)
         self.pool.expire(now)
 
     @property
     def next_expiry(self) -> float:
-        """No pin or cached block has its time over before it; inf: there is none with one."""
+        """Time before which no pin and no cached block expires; inf: none will."""
         return min(self.pins.next_expiry, self.pool.next_expiry)
 
     def reset(self) -> int:
-        """Empties the prefix cache; running requests keep their blocks. Returns how many could be found."""
+        """Empties the prefix cache and releases all pins; running requests keep their blocks. Returns how
+        many blocks could be found before."""
         self.pins.release_all()
         count = self.pool.forget_all()
         if self.events is not None:
@@ -462,7 +474,7 @@ class KVCacheManager:
             self.events.block_removed(key)
 
     def _release(self, request: Request, table: RequestBlocks) -> None:
-        """Gives back blocks of keys and values that no token still to be computed sees."""
+        """Frees the blocks of keys and values that have left the windows of all tokens still to compute."""
         for group, blocks in enumerate(table.blocks[: len(self._token_groups)]):
             window = self.groups[group].window
             if window is None:
@@ -475,7 +487,8 @@ class KVCacheManager:
                 table.released[group] = end
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Asserts that only `requests` hold blocks, enough and not too many; O(blocks), for tests."""
+        """Asserts that exactly `requests` and pins hold blocks, and the right number of them; O(blocks), for
+        tests."""
         self.pool.check_integrity()
         references: Counter[int] = Counter()
         for request in requests:

@@ -1,9 +1,9 @@
-"""KV events: which blocks others can find in this engine's cache, as routers want to be told.
+"""KV events: tell routers which blocks can be found in this engine's cache.
 
-The layout is vLLM's: msgspec structs written as msgpack arrays with a tag, in the field order below.
-Its newest versions write events as maps; subscribers (Dynamo, llm-d) read arrays too, and older ones nothing
-else. Dynamo takes block hashes only as 64-bit integers, llm-d as integers or as bytes of which it uses the
-last eight, big endian: those eight, as an unsigned integer, are what is sent.
+The layout is vLLM's: msgspec structs written as msgpack arrays with a tag, in the field order below. vLLM's
+newest versions write events as maps. Subscribers (Dynamo, llm-d) read arrays too, and their older versions
+read arrays only. Dynamo accepts block hashes only as 64-bit integers. llm-d accepts integers, or bytes, of
+which it uses the last eight, big endian. So the events carry those eight bytes as an unsigned integer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import msgspec
 from quire.adapters import Adapter
 
 MEDIUM_POOL = "GPU"
-"""The pool that attention reads, on the CPU too: to routers this name means "no load needed"."""
+"""Medium name for the block pool that attention reads, even on a CPU: to routers it means that no load is
+needed."""
 
 ExtraKeys = tuple[str, ...]
-"""Keys beside its tokens that a block is found by, hexadecimal: a hash of the cache salt, and what
-`PromptEmbeds.key_of` gives for its images and positions."""
+"""Keys that identify a block beside its tokens, hexadecimal: a hash of the cache salt, and
+`PromptEmbeds.key_of` of its images and positions."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Blocks of one chain, in order; the first follows `parent_block_hash`."""
+    """Blocks of one chain that can be found from now on, in order. The first follows `parent_block_hash`."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """The tokens of all blocks, `block_size` each."""
+    """Tokens of all blocks in order, `block_size` for each block."""
     block_size: int
     lora_id: int | None = None
     medium: str | None = MEDIUM_POOL
@@ -45,7 +46,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
-    """Nothing can be found any more."""
+    """No block can be found any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -58,19 +59,19 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     """Seconds since the epoch."""
     events: list[KVEvent]
     data_parallel_rank: int = 0
-    """vLLM's; each engine here is one of its own."""
+    """Field of vLLM's layout, always 0: each engine here is its own data-parallel group."""
 
 
 def external_hash(content_hash: bytes) -> int:
-    """A block's name in events: the last 8 bytes of its hash, big endian."""
+    """Returns a block's hash in events: the last 8 bytes of its content hash as an integer, big endian."""
     return int.from_bytes(content_hash[-8:], "big")
 
 
 class KVEventCollector:
-    """Gathers what the cache registers and evicts until `pop_batch` hands it over; merges neighbours.
+    """Collects what the cache registers and evicts until `pop_batch` returns it; merges adjacent events.
 
-    The first batch begins with AllBlocksCleared: a subscriber that outlived another engine at this address
-    must forget what that one had.
+    The first batch begins with AllBlocksCleared, so that subscribers forget the blocks of an earlier engine
+    at the same address.
     """
 
     def __init__(self) -> None:
@@ -85,12 +86,12 @@ class KVEventCollector:
         extra_keys: ExtraKeys | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        """A block can be found from now on.
+        """Records that a block can be found from now on.
 
         Args:
-            parent_hash: of the block before it; None: it is the first of its sequence.
-            token_ids: as many as every block has.
-            adapter: what it was computed with, as all blocks of its chain.
+            parent_hash: hash of the block before it; None: it is the first of its sequence.
+            token_ids: the block's tokens; every block has the same number.
+            adapter: the adapter that computed all blocks of its chain; None: the model alone.
         """
         name = external_hash(content_hash)
         parent = None if parent_hash is None else external_hash(parent_hash)
@@ -111,7 +112,7 @@ class KVEventCollector:
         event.token_ids += token_ids
 
     def block_removed(self, content_hash: bytes) -> None:
-        """A block can no longer be found."""
+        """Records that a block can no longer be found."""
         name = external_hash(content_hash)
         event = self._newest
         if isinstance(event, BlockRemoved):
@@ -120,11 +121,11 @@ class KVEventCollector:
             self._events.append(BlockRemoved([name]))
 
     def all_cleared(self) -> None:
-        """Nothing can be found any more; what is pending is moot."""
+        """Records that no block can be found any more, and drops the events that are pending."""
         self._events = [AllBlocksCleared()]
 
     def pop_batch(self) -> KVEventBatch | None:
-        """Hands over the events since the last call; None: there are none."""
+        """Returns the events since the last call and clears them; None: there are none."""
         if not self._events:
             return None
         batch = KVEventBatch(time.time(), self._events)

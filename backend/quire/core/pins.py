@@ -1,4 +1,4 @@
-"""Pins: blocks that are held beyond the end of the requests that computed them."""
+"""Pins: keep blocks after the end of the requests that computed them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class _Pin:
 
 
 class Pins:
-    """References to blocks by name, each until a deadline; several pins may hold the same block.
+    """Holds named references to blocks, each until a deadline. Several pins may hold the same block.
 
     Args:
-        max_blocks: bounds the blocks held, and the pins, as any number of them may share their blocks.
+        max_blocks: most blocks held, and most pins: any number of pins may share blocks.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._pool = pool
         self._pins: dict[Hashable, _Pin] = {}  # least recently used first
-        self._counts: Counter[int] = Counter()  # blocks of all pins, with the number of these
-        self._first_deadline = math.inf  # no pin's is earlier
-        self._now = 0.0  # of the latest expire()
+        self._counts: Counter[int] = Counter()  # number of pins that hold each block
+        self._first_deadline = math.inf  # no pin has an earlier deadline
+        self._now = 0.0  # time of the latest expire()
 
     @property
     def num_blocks(self) -> int:
@@ -37,15 +37,15 @@ class Pins:
 
     @property
     def deadlines(self) -> dict[Hashable, float]:
-        """Deadlines by name, least recently used first."""
+        """Deadline of each pin by its name, least recently used first."""
         return {name: pin.deadline for name, pin in self._pins.items()}
 
     def hold(self, name: Hashable, block_ids: Sequence[int], deadline: float) -> None:
-        """Holds blocks, at most `max_blocks`, instead of those the name had; others make room, the least
-        recently used first.
+        """Holds blocks, at most `max_blocks`, under `name`, in place of the blocks that this pin held. To
+        make room, releases other pins, the least recently used first.
 
         Args:
-            deadline: seconds on the clock of `expire`; a later one that the name had stays.
+            deadline: seconds on the clock of `expire`; the pin's old deadline stays if it is later.
         """
         before = self._pins.get(name)
         if before is not None:
@@ -63,7 +63,8 @@ class Pins:
         self._first_deadline = min(self._first_deadline, deadline)
 
     def touch(self, name: Hashable, deadline: float) -> None:
-        """Makes a pin, if there is one, the most recently used; it lives until `deadline`."""
+        """Makes the pin of this name the most recently used and sets its deadline. No effect if there is
+        none."""
         pin = self._pins.pop(name, None)
         if pin is not None:
             pin.deadline = deadline
@@ -71,7 +72,7 @@ class Pins:
             self._first_deadline = min(self._first_deadline, deadline)
 
     def release(self, name: Hashable) -> bool:
-        """Releases what the name holds; False if that is nothing."""
+        """Releases the pin of this name; returns whether there was one."""
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
@@ -90,16 +91,16 @@ class Pins:
         return count
 
     def release_oldest(self) -> bool:
-        """Releases the least recently used pin; False if there is none."""
+        """Releases the least recently used pin; returns whether there was one."""
         return bool(self._pins) and self.release(next(iter(self._pins)))
 
     @property
     def next_expiry(self) -> float:
-        """No pin's time is over before it."""
+        """Time before which no pin expires; inf: there is no pin."""
         return self._first_deadline
 
     def expire(self, now: float) -> None:
-        """Releases pins whose time is over."""
+        """Releases the pins whose deadline has passed; `now`: seconds."""
         self._now = now
         if self._first_deadline <= now:
             for name, pin in list(self._pins.items()):
@@ -108,7 +109,7 @@ class Pins:
             self._first_deadline = min((pin.deadline for pin in self._pins.values()), default=math.inf)
 
     def check_integrity(self) -> Counter[int]:
-        """Asserts that all is counted rightly; returns the references that pins hold, by block."""
+        """Asserts that the counts are right; returns the number of pins' references to each block."""
         counts = Counter(block_id for pin in self._pins.values() for block_id in pin.block_ids)
         assert counts == self._counts, "pinned blocks miscounted"
         assert all(pin.deadline >= self._first_deadline for pin in self._pins.values()), self._pins

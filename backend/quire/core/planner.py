@@ -16,14 +16,14 @@ from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
 
 MAX_PASSED_OVER = 256
-"""Waiting requests that one step looks at in vain, because each has to wait for something of its own."""
+"""Most waiting requests that one step passes over because each waits for something of its own."""
 
 
 class Planner:
-    """Gives running requests their rows in the order of ranks, then admits waiting ones.
+    """Gives running requests their rows in the order of ranks, then admits waiting requests.
 
-    When the pool is exhausted the running request of the highest rank is preempted, and nobody is admitted in
-    that step: what it gave back is for those it was preempted for.
+    When the pool is exhausted, the running request of the highest rank is preempted. No request is admitted
+    in that step, because the freed blocks are for the running requests.
 
     Args:
         max_model_len: most tokens of prompt and output together.
@@ -39,11 +39,11 @@ class Planner:
         drafts: DraftBudget,
     ) -> None:
         self.num_recomputed_tokens = 0
-        """Tokens computed again after a preemption, since start."""
+        """Number of tokens since start that were computed again after a preemption."""
         self.admission_blocked_by = ""
-        """Reason why the latest step admitted no more of the queue: "seats" (places in the batch), "blocks"
-        (room in the KV cache), "budget" (the step's tokens) or "" (its batch policy, or reasons of the
-        requests' own)."""
+        """Why the latest step admitted no further request from the queue: "seats" (places in the batch),
+        "blocks" (room in the KV cache), "budget" (the step's tokens), or "" (the batch policy, or reasons of
+        the requests' own)."""
         self._config = config
         self._roster = roster
         self._queue = roster.queue
@@ -57,13 +57,13 @@ class Planner:
         self._probation = probation
         self._drafts = drafts
         self._only: str | None = None
-        """Id of the one request that may run; None: all may."""
+        """Id of the only request that may run; None: all may run."""
 
     def plan(self, number: int, *, is_ahead: bool) -> Step:
         """Plans a step.
 
         Args:
-            is_ahead: another step is in flight, which may free what this one finds no room for.
+            is_ahead: whether another step is in flight, which may free resources that this one lacks.
         """
         step, roster = Step(number, self._config.max_num_batched_tokens), self._roster
         self._kv.expire(roster.clock())
@@ -139,7 +139,7 @@ class Planner:
             self._add_row(step, request, count, block_ids)
 
     def _add_waiting(self, step: Step) -> None:
-        """Admits waiting requests, as long as there are seats, tokens and blocks."""
+        """Admits waiting requests while there are seats, tokens and blocks."""
         roster, kv = self._roster, self._kv
         if not len(self._queue) or self._is_full(step):
             return
@@ -179,7 +179,7 @@ class Planner:
                 self._add_row(step, request, count, block_ids)
 
     def _is_full(self, step: Step) -> bool:
-        """Whether the step can take no further request; then it says why."""
+        """Returns whether the step can take no further request; if so, sets `admission_blocked_by`."""
         has_seats = self._roster.num_free_seats > 0
         if has_seats and step.budget > 0:
             return False
@@ -187,7 +187,8 @@ class Planner:
         return True
 
     def _add_stalled(self, step: Step) -> None:
-        """Something waits and nothing runs: what is in the way is preempted or unpinned."""
+        """Preempts requests or releases pins so that a waiting request can run. Called when the
+        step has no rows."""
         roster = self._roster
         while not step.requests and len(self._queue) and not self._transfers.num_loading:
             if self._adapters is not None and self._adapters.is_reading:
@@ -203,7 +204,7 @@ class Planner:
         self._batch_policy.on_admitted(step.output.step - 1)
 
     def _admit_urgent(self, step: Step) -> None:
-        """Requests of a more urgent class take the places of less urgent ones, and stand before them."""
+        """Lets waiting requests of more urgent classes preempt running ones of less urgent classes."""
         while (found := self._next_urgent()) is not None:
             request, prefix, victims = found
             for victim in victims:
@@ -216,7 +217,8 @@ class Planner:
             self._admit(step, request, prefix)
 
     def _next_urgent(self) -> tuple[Request, CachedPrefix, list[Request]] | None:
-        """The first waiting request that may take running ones' places, and these, last in rank first."""
+        """Returns the first waiting request that may preempt, its cached prefix, and the requests it
+        preempts, the last in rank first; None: there is none."""
         with closing(self._queue.candidates(self._roster.clock())) as candidates:
             for request in candidates:
                 if request.is_paused or not self._has_adapter(request):
@@ -245,7 +247,7 @@ class Planner:
         return self._only is None or request.group_id == self._only
 
     def _has_adapter(self, request: Request) -> bool:
-        """Whether a waiting request needs no slot, or may have one now."""
+        """Returns whether a waiting request needs no adapter slot, or may have one now."""
         adapter = request.adapter
         if adapter is None or self._adapters is None:
             return adapter is None
@@ -261,7 +263,7 @@ class Planner:
         )
 
     def _is_one_too_many(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Whether enough long prompts are being computed already."""
+        """Returns whether the limit on long prompts computed at the same time keeps this one out."""
         most, budget = self._config.max_long_prefills, self._config.max_num_batched_tokens
         if most is None or request.num_tokens - prefix.num_tokens <= budget:
             return False
@@ -272,9 +274,9 @@ class Planner:
         return under_way >= most
 
     def _needs_pending(self, request: Request) -> bool:
-        """Whether a row must wait for pending tokens: they are the request's last, beam search is to choose,
-        or choices are still to fork from what this row would let leave a window, or from states that it would
-        change."""
+        """Returns whether the request must wait for its pending tokens before its next row. This is so if
+        they are its last, if beam search must choose, or if choices have yet to fork from blocks or states
+        that the row would free or change."""
         if request.sampling_params.beam_width > 1:
             return True
         if request.num_sequences > 1 and (request.num_pending_tokens > 1 or self._kv.num_state_groups):
@@ -283,7 +285,8 @@ class Planner:
         return num_output >= request.max_output_tokens(self._max_model_len)
 
     def _allocate_or_preempt(self, request: Request, count: int) -> list[list[int]] | None:
-        """Slots for a running request; None if it was preempted itself, being the last in rank."""
+        """Allocates slots for a running request, preempting others; None: it was itself preempted, as the
+        last in rank."""
         running = self._roster.running
         while (block_ids := self._kv.allocate_slots(request, count)) is None:
             victim = running[-1]
@@ -341,7 +344,8 @@ class Planner:
         request.plain_decode_until = self._plain_decode_until(request)
 
     def _try_drafts(self, step: Step, request: Request, row: ScheduledRequest, num_slots: int) -> None:
-        """Adds drafts to a row of one token, which need no block: up to `num_slots` tokens have theirs."""
+        """Adds drafts to a one-token row. They get no new blocks: `num_slots` tokens of the request have
+        slots."""
         drafter = request.drafter
         assert drafter is not None, request
         chance, most = drafter.next()
@@ -356,22 +360,24 @@ class Planner:
             row.num_scheduled_tokens += count
 
     def _most_drafts(self, step: Step, request: Request, num_slots: int) -> int:
-        """Drafts behind its next row of one token, where so many tokens have slots; none if below 1."""
+        """Returns the most drafts for the request's next one-token row, if `num_slots` tokens have slots;
+        below 1: none."""
         end = request.num_prompt_tokens + request.max_output_tokens(self._max_model_len)
         # What is drawn behind the last of them is the request's last token at most.
         most = min(num_slots, end - 1) - request.num_computed_tokens - 1
         return min(most, step.budget - len(self._roster.running))
 
     def _waits(self, step: Step, request: Request, drafter: Drafter) -> bool:
-        """Whether a request gains by waiting for its newest tokens, where its next row could do without."""
+        """Returns whether a request gains by waiting for its newest tokens before its next row, which could
+        run without."""
         num_slots, num_computed = request.plain_decode_until, request.num_computed_tokens
         if num_computed >= num_slots:
             num_slots = (num_computed // self._kv.block_size + 1) * self._kv.block_size
         return self._most_drafts(step, request, num_slots) > 0 and self._drafts.is_worth_waiting(drafter)
 
     def _plain_decode_until(self, request: Request) -> int:
-        """Computed tokens up to which rows of one token bring no block and cannot end the request for its
-        length: see Request."""
+        """Returns the number of computed tokens up to which one-token rows need no block and cannot reach the
+        length limit; see `Request.plain_decode_until`."""
         # None of them is computed a second time: with one token missing, all that once were are again.
         num_prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < num_prompt_tokens:

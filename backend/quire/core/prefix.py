@@ -1,4 +1,4 @@
-"""PrefixLookup: how much of a request is in the prefix cache already."""
+"""PrefixLookup: finds how much of a request the prefix cache holds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire.core.request import Request
 from quire.models.kv_groups import KVGroup
 
 NULL_BLOCK = -1
-"""Entry of a block table whose block lies before the window and is not there any more, or never was."""
+"""Block table entry without a block: it has left the window and was freed, or never existed."""
 IN_TIER = -2
-"""Entry of a CachedPrefix whose block is not in the pool but in a KV tier."""
+"""CachedPrefix entry for a block that is in a KV tier and not in the pool."""
 
 
 class CachedPrefix(NamedTuple):
-    """The beginning of a request that need not be computed."""
+    """The cached prefix of a request, which need not be computed."""
 
     num_tokens: int
     block_ids: list[list[int]]
@@ -25,12 +25,12 @@ class CachedPrefix(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the request's table that it fills, the pool's and others."""
+        """Number of blocks of the request's table that the prefix covers, in the pool or not."""
         return sum(block_id != NULL_BLOCK for blocks in self.block_ids for block_id in blocks)
 
 
 class PrefixLookup:
-    """Finds the longest cached beginning of a request, over all groups of layers."""
+    """Finds the longest cached prefix of a request over all KV groups."""
 
     def __init__(self, groups: Sequence[KVGroup], block_size: int, pool: BlockPool) -> None:
         self._groups = groups
@@ -45,16 +45,16 @@ class PrefixLookup:
         is_in_tier: Callable[[bytes], bool] | None = None,
         most: int | None = None,
     ) -> CachedPrefix:
-        """The longest beginning of the request whose blocks are cached.
+        """Returns the longest prefix of the request whose blocks are cached.
 
-        At least one token is left to compute: a token is sampled from its hidden state; all of a prompt whose
-        log-probabilities are asked for. Of a group with a
-        window only the blocks count which the first token to compute still sees: of states the last one, the
-        snapshot behind the beginning.
+        At least one token is left to compute, because sampling needs its hidden state. If prompt
+        log-probabilities are wanted, the whole prompt is left. In a group with a window, only the blocks that
+        the next token sees must be cached. In a group of states, only the snapshot at the end of the prefix
+        must be cached.
 
         Args:
-            is_in_tier: whether a KV tier has a block, by its key.
-            most: blocks to look for at most; None: all of which the request may use.
+            is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.
+            most: most blocks to look for; None: as many as the request may use.
         """
         if self._is_uniform and is_in_tier is None:
             return self._find_uniform(request)
@@ -98,8 +98,8 @@ class PrefixLookup:
     def _find_tails(
         self, count: int, locate: Callable[[int, int], int | None]
     ) -> tuple[int, dict[int, dict[int, int]]]:
-        """The most blocks, at most `count`, at whose end every window is whole, and the windows' blocks by
-        group and place."""
+        """Returns the largest number of blocks, at most `count`, after which every window is complete; and
+        the blocks in the windows by group and position."""
         numbers = range(self._num_full_groups, len(self._groups))
         tails: dict[int, dict[int, int]] = {number: {} for number in numbers}
         shortened = bool(tails)
@@ -120,7 +120,8 @@ class PrefixLookup:
         return count, tails
 
     def _first_seen(self, group: int, count: int) -> int:
-        """The first block that the token behind `count` blocks sees in a group with a window."""
+        """Returns the index of the first block that the token after `count` blocks sees in a group with a
+        window."""
         window = self._groups[group].window
         assert window is not None
         return max(0, count * self._block_size - window + 1) // self._block_size

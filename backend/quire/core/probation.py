@@ -1,4 +1,4 @@
-"""Probation: which request kills engines, found without harm to those that only were beside it."""
+"""Probation: identifies the request that kills engines, without ending the requests that ran beside it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 from quire.core.request import Request
 
 PROVEN_TOKENS = 16
-"""Tokens that a request must get further after a death to be no suspect any more: an engine is some tokens
-ahead of what has arrived when it dies, and what kills it may be there."""
+"""Output tokens that a request must gain after an engine's death to be cleared. A dying engine may be some
+tokens ahead of the outputs that arrived, so the fatal token may be among them."""
 STEPS_AHEAD = 2
-"""Steps in flight, whose drafts come on top."""
+"""Number of steps in flight, each of which may add tokens; drafts are counted on top."""
 
 
 class InFlightSuspects(NamedTuple):
-    """Suspects with rows under way. The engine writes them down before it launches a step, and the frontend
-    reads them if the engine dies."""
+    """Suspect requests with rows in the steps in flight. The engine records them before it launches a step;
+    the frontend reads the record if the engine dies."""
 
     request_ids: tuple[str, ...] = ()
-    """Suspects with a row in a step under way."""
+    """Ids of the suspects with a row in a step in flight."""
     is_alone: bool = False
-    """Whether nothing else has one."""
+    """Whether no other request has a row in flight."""
 
 
 NO_SUSPECTS = InFlightSuspects()
@@ -34,25 +34,26 @@ class _Suspect(NamedTuple):
     sequences: Mapping[int, Request]
     """Unfinished choices of the request by index."""
     goal: float
-    """Output tokens that prove it. Ranked choices begin anew, and how far they came is not known: only their
-    end proves them."""
+    """Number of output tokens that clears it. Ranked choices begin anew and their progress is not known, so
+    only their end clears them."""
 
 
 class Probation:
-    """Requests that go on after an engine's death, until they are proven: they got further, or have ended.
+    """Requests that survived an engine's death and are suspects until cleared: they made progress, or ended.
 
-    After one death they run as all others do. Those that were in the very steps under way at a second one
-    run one by one, with nothing else beside them, until each is proven: if another engine dies, it is known
-    with which. With two such deaths in a row the frontend ends it; the others have lost time.
+    After one death, suspects run like all other requests. Suspects that were in flight at a second death then
+    run one at a time, with nothing beside them, until each is cleared. If another engine dies, the one that
+    ran alone is known. After two such deaths in a row, the frontend ends that request; the others have only
+    lost time.
 
     Args:
-        num_draft_tokens: most that a step tries of a request: by so many more an engine may be ahead.
+        num_draft_tokens: most drafts per step and request: an engine may be ahead by that many tokens more.
     """
 
     def __init__(self, num_draft_tokens: int = 0) -> None:
         self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
         self.in_flight_suspects = NO_SUSPECTS
-        """Suspects in the steps under way; another object whenever they change."""
+        """Suspects with rows in the steps in flight; replaced by another object whenever they change."""
         self._suspects: dict[str, _Suspect] = {}
         self._alone: str | None = None
 
@@ -60,13 +61,13 @@ class Probation:
         return bool(self._suspects) or self.in_flight_suspects is not NO_SUSPECTS
 
     def add(self, request: Request, sequences: Mapping[int, Request]) -> None:
-        """A request that an engine had which died; `sequences`: the roster's unfinished ones of it."""
+        """Adds a request of an engine that died. `sequences`: the roster's unfinished sequences of it."""
         begins_anew = request.sampling_params.beam_width > 1
         goal = math.inf if begins_anew else _num_tokens(sequences) + self._num_proving
         self._suspects[request.request_id] = _Suspect(request, sequences, goal)
 
     def review(self) -> str | None:
-        """Forgets who is proven; the id of the only request that may have rows, or None: all may."""
+        """Drops cleared suspects. Returns the id of the only request that may have rows; None: all may."""
         for request_id, (_, sequences, goal) in list(self._suspects.items()):
             if not sequences or _num_tokens(sequences) >= goal:
                 del self._suspects[request_id]
@@ -77,7 +78,7 @@ class Probation:
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
-        """Rows of these requests are under way."""
+        """Records that rows of these requests are in flight."""
         group_ids = {request.group_id for request in requests}
         at_risk = tuple(sorted(group_ids & self._suspects.keys()))
         suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS
@@ -86,5 +87,5 @@ class Probation:
 
 
 def _num_tokens(sequences: Mapping[int, Request]) -> int:
-    """Output tokens, of the choice that has most."""
+    """Returns the output tokens of the choice that has most."""
     return max((one.num_output_tokens for one in sequences.values()), default=0)

@@ -35,7 +35,7 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
     SHUTDOWN = "shutdown"
     TOOL_CALLS = "tool_calls"
-    """Stop, where the answer is calls of tools: only a frontend says so."""
+    """Like STOP, if the answer consists of tool calls; only a frontend sets it."""
 
     def __str__(self) -> str:
         return self.value
@@ -46,20 +46,20 @@ class RequestBlocks:
     """Blocks of one running request."""
 
     blocks: list[list[int]]
-    """Block ids per KV group, equally many in each; NULL_BLOCK where the block was given back."""
+    """Block ids per KV group, the same number in each; NULL_BLOCK for an entry without a block."""
     released: list[int]
     """Number of leading blocks that are NULL_BLOCK, per KV group."""
     num_cached: int = 0
-    """Leading blocks of keys and values that were offered to the prefix cache."""
+    """Number of leading blocks of keys and values that were offered to the prefix cache."""
 
 
 class SwappedBlocks(NamedTuple):
     """Blocks of a preempted request in the host tier."""
 
     num_tokens: int
-    """Computed tokens they hold."""
+    """Number of computed tokens whose keys and values these blocks hold."""
     keys: list[dict[int, bytes]]
-    """Position in the block table to key, per KV group."""
+    """Key of each block by its position in the block table, per KV group."""
 
 
 _DEFAULT_SCHEDULING = SchedulingParams()
@@ -68,9 +68,9 @@ _DEFAULT_SCHEDULING = SchedulingParams()
 class Request:
     """One sequence being generated.
 
-    There are no phases: `num_computed_tokens` (tokens whose KV is in the cache, or will be when the steps
-    planned so far are done) catches up with `num_tokens` (prompt and output known so far) plus
-    `num_pending_tokens` (that those steps will sample) under the scheduler's budget. A preempted request has
+    There are no phases. `num_computed_tokens` counts tokens whose KV is in the cache, or will be when the
+    planned steps are done. Under the scheduler's budget it catches up with `num_tokens` (prompt and output
+    known so far) plus `num_pending_tokens` (which those steps will sample). A preempted request has
     `num_computed_tokens == 0` again and keeps its output.
     """
 
@@ -135,7 +135,7 @@ class Request:
         self.sampling_params = sampling_params
         self.eos_token_ids = eos_token_ids
         self.end_token_ids = frozenset(sampling_params.stop_token_ids)
-        """Tokens that end it, once there are `min_tokens`."""
+        """Token ids that end the request, once it has `min_tokens`."""
         if not sampling_params.ignore_eos:
             self.end_token_ids |= eos_token_ids
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -145,65 +145,67 @@ class Request:
         self.external_id = external_id
         self.embeds = embeds
         self.adapter = adapter
-        """The LoRA adapter that it is computed with; None: the model as it is."""
+        """LoRA adapter of the request; None: the base model."""
         self.block_hashes: list[bytes] = []
         self.rank: tuple[float, ...] = (0.0, 0)
-        """Rank in the queue: smaller is served earlier. Given once by the queue's policy, and unique: the
-        second entry is a number of arrival, choices have a third."""
+        """Rank in the queue: smaller is served earlier. Set once by the queue policy, and unique: the second
+        entry is an arrival number, and choices have a third."""
         self.num_sequences = sampling_params.num_sequences
-        """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
+        """Number of rows in a step: includes the choices that will fork from this request, until they do."""
         self.index = 0
-        """Number of the choice."""
+        """Index of the choice."""
         self.group_id = request_id
-        """Id of the request whose choice it is: its own, but for choices that have forked from another."""
+        """Id of the client's request; differs from the request's own id only for forked choices."""
         self.is_paused = False
-        """Whether, waiting, it waits for other sequences of its group, and for no place to run."""
+        """Whether it waits for other sequences of its group rather than for admission."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
+        """Number of tokens that planned steps will sample; one for each row, even with drafts."""
         self.drafter: Drafter | None = None
-        """Guesses its next tokens, once it has generated one; None: nothing does."""
+        """Guesses the next tokens; None: no drafts, or no token generated yet."""
         self.num_forced_tokens = 0
-        """Newest tokens that the runner must be told, as it did not sample them into this row itself."""
+        """Number of newest tokens to send to the runner, because the runner did not sample them in this
+        row."""
         self.num_computed_before_preemption = 0
-        """Tokens that it had computed, or found computed, when it last gave its blocks up."""
+        """Number of tokens computed or found cached when the request last gave up its blocks."""
         self.num_cached_tokens = 0
-        """Prompt tokens that were in the cache when it began."""
+        """Number of prompt tokens that were in the cache when the request began."""
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling_params.prompt_logprobs is None else []
         )
-        """Log-probabilities of the prompt's tokens from the second on, as many as are computed; None: none
-        are wanted, or they were handed out."""
+        """Log-probabilities of the computed prompt tokens, from the second on; None: not wanted, or already
+        returned."""
         self.in_runner = False
         """Whether the runner has a row for it."""
         self.table: RequestBlocks | None = None
         """The request's blocks; only the KVCacheManager changes them."""
         self.plain_decode_until = 0
-        """Number of computed tokens up to which all rows of one token are alike: they sample, and
-        nothing but that one token is to be told or done for them. 0 while it does not run."""
+        """Number of computed tokens up to which each one-token row is a plain decode: it samples one token,
+        and needs no new block and no other work. 0 while the request does not run."""
         self.load_id: int | None = None
-        """Id of its load under way from a KV tier; until the blocks are there it computes nothing."""
+        """Id of the load from a KV tier that is under way; the request computes nothing until it ends. None:
+        no load."""
         self.swapped: SwappedBlocks | None = None
-        """The place of its blocks since it was preempted; None: they were not moved."""
+        """Blocks that were moved to the host tier at the preemption; None: none were."""
         self.reuses_prefix = reuses_prefix
-        """False where the hidden states of all its tokens are wanted, each time it begins."""
+        """Whether cached prefixes may be used; False if the hidden states of all its tokens are wanted."""
         self.uses_tiers = reuses_prefix
-        """False also once a KV tier has failed it."""
+        """Whether KV tiers may be used; False also after a KV tier has failed to load its blocks."""
         self.num_preemptions = 0
         self.num_deaths = 0
-        """Engines that died while they had it; above 0 it was admitted by an engine before this one."""
+        """Number of engines that died while they had it; above 0, an earlier engine has admitted it."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Number of prompt and output tokens known so far."""
         return len(self.token_ids)
 
     @property
     def num_missing(self) -> int:
-        """Tokens still to compute, pending ones among them; one for a request that decodes."""
+        """Number of tokens still to compute, pending ones included; 1 for a request that decodes."""
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
@@ -212,21 +214,21 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """A copy of the generated tokens."""
+        """Returns a copy of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens that need not be computed where their keys and values are known: not the last, which
-        a token is sampled from, and none whose logits are wanted."""
+        """Number of leading tokens that a cached prefix may cover. Leaves out the last token, which the next
+        is sampled from, and tokens whose logits are wanted."""
         if not self.reuses_prefix:
             return 0
         count = len(self.token_ids) - 1
         return count if self.prompt_logprobs is None else min(count, len(self.prompt_logprobs))
 
     def add_prompt_logprobs(self, found: list[TokenLogprobs], end: int) -> None:
-        """Takes what a row brought that has computed the tokens before `end`; what a preemption had it
-        compute twice counts once."""
+        """Adds the prompt log-probabilities of a row that computed the tokens before `end`. Entries that a
+        preemption made it compute twice are added once."""
         assert self.prompt_logprobs is not None, self
         begin = min(end, self.num_prompt_tokens - 1) - len(found)
         num_known = len(self.prompt_logprobs) - begin
@@ -234,10 +236,10 @@ class Request:
         self.prompt_logprobs += found[num_known:]
 
     def take_prompt_logprobs(self, last: list[TokenLogprobs] | None) -> list[TokenLogprobs | None] | None:
-        """One entry for each token of the prompt, once; None: there are none to be told.
+        """Returns one entry for each prompt token, once; None: there is nothing to return.
 
         Args:
-            last: what the row brought that has computed the last of the prompt.
+            last: log-probabilities from the row that computed the end of the prompt.
         """
         if self.prompt_logprobs is None:
             return None
@@ -251,7 +253,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def check_stop(self, max_model_len: int) -> bool:
-        """Sets `finish_reason` if the newest token ends the request; stop strings are the frontend's."""
+        """Sets `finish_reason` if the newest token ends the request. The frontend handles stop strings."""
         end = self.end_by(self.token_ids[-1], len(self.token_ids) - self.num_prompt_tokens, max_model_len)
         if end is None:
             return False
@@ -261,7 +263,8 @@ class Request:
     def end_by(
         self, token_id: int, num_output_tokens: int, max_model_len: int
     ) -> tuple[FinishReason, int | None] | None:
-        """Finish and stop reason if the newest of `num_output_tokens` tokens ends the request, else None."""
+        """Returns finish and stop reason if the newest of `num_output_tokens` tokens ends the request; None:
+        it does not."""
         if token_id in self.end_token_ids and num_output_tokens >= self.sampling_params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not self.sampling_params.ignore_eos
             return FinishReason.STOP, None if is_eos else token_id
@@ -270,14 +273,14 @@ class Request:
         return None
 
     def max_output_tokens(self, max_model_len: int) -> int:
-        """Output tokens after which it ends with LENGTH."""
+        """Returns the number of output tokens at which the request ends with LENGTH."""
         limit = max_model_len - self.num_prompt_tokens
         max_tokens = self.sampling_params.max_tokens
         return limit if max_tokens is None or max_tokens > limit else max_tokens
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Ids that log records of the request carry."""
+        """Returns the ids that log records of the request carry."""
         return {"request_id": self.request_id, "external_id": self.external_id}
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The list of running and waiting requests, for people: what each has done and what it waits for."""
+"""Lists the running and waiting requests for operators: the progress of each and what it waits for."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ if TYPE_CHECKING:
     from quire.core.roster import Roster
 
 MAX_LISTED = 256
-"""Requests listed; of those beyond it the number is told."""
+"""Most requests in the list; further ones are only counted."""
 
 
 def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
-    """Clients' unfinished requests, those that run before those that wait, each in the order of ranks.
+    """Lists clients' unfinished requests: running ones before waiting ones, each in the order of ranks.
 
     Args:
-        tenant: whose; None: everybody's.
+        tenant: lists only this tenant's requests; None: all.
 
     Returns:
         `num_running`, `num_waiting` (requests, whose choices count as one), `requests` (at most MAX_LISTED)
-        and `num_more`. A request has `id` (the client's, of MAX_NAME_LENGTH characters at most), `tenant`,
+        and `num_more`. A request has `id` (the client's, at most MAX_NAME_LENGTH characters), `tenant`,
         `adapter`, `state`, `waits_for`, `position`, tokens and `age_ms`.
 
         `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: empty
-        for one that has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its
-        cap), "adapter" (a slot for it, or its weights), "queue" (those before it), "seats" (a place in the
-        batch), "blocks" (room in the KV cache) or "step" (the next one). `position` counts the waiting
-        requests of smaller rank, which fair queueing and longest-prefix-first may still put behind it.
+        if it has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its limit),
+        "adapter" (a slot or its weights), "queue" (requests before it), "seats" (a place in the batch),
+        "blocks" (room in the KV cache) or "step" (the next one). `position` counts the waiting requests of
+        smaller rank; fair queueing and longest-prefix-first may still serve those later.
     """
     waiting = sorted(roster.queue, key=lambda request: request.rank)
     positions = {request.request_id: position for position, request in enumerate(waiting)}
@@ -51,7 +51,7 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
 
 
 def _entry(members: list[Request], roster: Roster, positions: dict[str, int], now: float) -> dict[str, Any]:
-    """One request, by its live sequences: the first runs if any does."""
+    """Returns the entry of one request from its unfinished sequences; it is running if any of them is."""
     first = members[0]
     state, waits_for = _state(first, roster, positions)
     return {

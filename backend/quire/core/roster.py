@@ -1,4 +1,4 @@
-"""Roster: which requests are known, and which of them wait and run."""
+"""Roster: the known requests, which of them wait, and which run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ logger = logging.getLogger("quire")
 
 
 class Roster:
-    """The one place where a request changes its status.
+    """Makes every change of a request's status.
 
-    All that must know of it are told here: the queue, the tenants' accounts, the block manager, the
-    transfers, and the runner (by what the next step carries). Running requests stand in the order of their
-    ranks.
+    It informs the queue, the tenants' accounts, the block manager, the transfers, and the runner (through the
+    next step's output). Running requests are kept in the order of their ranks.
 
     Args:
-        clock: seconds, monotonic.
-        session_ttl_s: how long a conversation stays pinned after its latest use.
-        adapters: None: no request has an adapter.
+        clock: returns monotonic seconds.
+        session_ttl_s: seconds that a conversation stays pinned after its latest use.
+        adapters: the runner's adapter slots; None: no request has an adapter.
     """
 
     def __init__(
@@ -58,25 +57,26 @@ class Roster:
             weight=self.tenants.weight,
         )
         self.requests: dict[str, Request] = {}
-        """Unfinished requests by id; choices with rows of their own are requests "id#index"."""
+        """Unfinished requests by id; a forked choice is a request with id "id#index"."""
         self.sequences: dict[str, dict[int, Request]] = {}
-        """Unfinished requests by `group_id` and index; one that has not forked yet is alone there."""
+        """Unfinished sequences by `group_id` and choice index; a request that has not forked is its only
+        sequence."""
         self.running: list[Request] = []
         self.num_free_seats = config.max_num_seqs
-        """Rows that a step may still have."""
+        """Number of rows that a step may still have."""
         self.num_preemptions = 0
         self._by_external_id: dict[tuple[str, str], dict[str, None]] = {}
-        """Ids of requests by tenant and the client's id: two tenants may give the same."""
+        """Ids of requests by (tenant, client's id). Ids of different tenants may be equal."""
         self._deadlines = DeadlineHeap()
         self._session_ttl_s = session_ttl_s
         self._dropped: list[str] = []
         self._copies: list[tuple[int, int]] = []
         self.cached_after_plan: list[tuple[bytes, int]] = []
-        """(key, block id) of blocks of requests that have ended since the newest step was planned, which
-        others may find since then."""
+        """(key, block id) of blocks that became findable after the newest step was planned, because their
+        requests ended."""
 
     def add(self, request: Request) -> None:
-        """Takes a new request into the queue; it was checked."""
+        """Adds a new request, already checked, to the queue."""
         self.requests[request.request_id] = request
         self.sequences[request.group_id] = {request.index: request}
         if request.external_id:
@@ -87,25 +87,25 @@ class Roster:
         self.tenants.on_arrival(request, self.clock())
 
     def find(self, external_id: str, tenant: str = "") -> list[str]:
-        """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
+        """Returns the ids of a tenant's unfinished requests with this client id, oldest first."""
         return list(self._by_external_id.get((tenant, external_id), ()))
 
     def overdue(self) -> Iterator[Request]:
-        """Unfinished requests whose deadline has passed, once each."""
+        """Yields each unfinished request whose deadline has passed."""
         return (request for request, _ in self._deadlines.expired(self.clock()) if not request.is_finished)
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Tokens that running requests lack beyond the next one."""
+        """Number of tokens that running requests lack beyond their next one."""
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
     def waiting_by_reason(self, admission_blocked_by: str) -> WaitingCounts:
-        """Counts the sequences in the queue by what they wait for. O(waiting).
+        """Counts the sequences in the queue by what they wait for; O(waiting).
 
         Args:
-            admission_blocked_by: what holds back the first of those that wait for nothing of their own, and
-                with it those behind it (`Planner.admission_blocked_by`).
+            admission_blocked_by: what holds back the first request that waits for nothing of its own, and so
+                all those behind it (`Planner.admission_blocked_by`).
         """
         choices = tenant = adapter = others = 0
         for request in self.queue:
@@ -121,11 +121,11 @@ class Roster:
         return WaitingCounts(choices=choices, tenant=tenant, adapter=adapter, **rest)
 
     def waits_for_adapter(self, request: Request) -> bool:
-        """Whether the latest plan passed over it as its adapter lies in no slot."""
+        """Returns whether the latest plan passed over the request because its adapter has no slot."""
         return self.adapters is not None and request.adapter in self.adapters.waiting
 
     def take_changes(self, output: SchedulerOutput) -> None:
-        """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
+        """Moves the pending drops, block copies and adapter loads into a step's output."""
         output.dropped_request_ids, self._dropped = self._dropped, []
         output.block_copies, self._copies = self._copies + self.kv.pop_copies(), []
         if self.adapters is not None:
@@ -133,13 +133,13 @@ class Roster:
         self.cached_after_plan = []
 
     def drop_again(self, request_ids: list[str]) -> None:
-        """Tells the runner with the next step, too, to drop rows: the step that told it has failed."""
+        """Drops these rows in the next step as well, because the step that carried the drops failed."""
         self._dropped += [request_id for request_id in request_ids if request_id not in self._dropped]
 
     # Between waiting and running.
 
     def admit(self, request: Request, prefix: CachedPrefix) -> None:
-        """A waiting request runs from now on, behind what was found of its beginning."""
+        """Starts a waiting request from its cached prefix."""
         self.queue.remove(request)
         self.tenants.on_admitted(request)
         self._seat(request, is_new=not request.num_preemptions and request.index == 0)
@@ -155,7 +155,8 @@ class Roster:
                 self.kv.num_queried_tokens += request.num_tokens
 
     def preempt(self, request: Request) -> None:
-        """A running request gives its blocks to others; they are moved out where that is cheaper."""
+        """Preempts a running request and frees its blocks; swaps them out if that is cheaper than
+        recomputation."""
         assert request.load_id is None, request
         if request.drafter is not None:
             # What a step under way computes behind its known tokens may be wrong drafts.
@@ -173,16 +174,17 @@ class Roster:
             self.trace.on_preemption(request)
 
     def requeue(self, request: Request) -> None:
-        """A running request waits again, at the place its rank gives it, and has no blocks."""
+        """Frees a running request's blocks and returns it to the queue at the place of its rank."""
         self._unseat(request)
         request.status = RequestStatus.WAITING
         self.queue.push(request)
         self.tenants.on_waiting(request)
 
     def restart(self) -> None:
-        """Requeues running requests that have had no row: what they hold of others' blocks may not be there.
+        """Requeues running requests that have had no row yet: shared blocks that they hold may be invalid.
 
-        Such a request loads blocks, was admitted without a token left for it, or was to be a copy.
+        Such a request is loading blocks, got no tokens in the step that admitted it, or is a fork whose
+        blocks were to be copied.
         """
         for request in [request for request in self.running if not request.in_runner]:
             if request.load_id is not None:
@@ -192,7 +194,8 @@ class Roster:
             request.num_preemptions += 1
 
     def fork(self, parent: Request, child: Request, num_computed: int) -> None:
-        """A choice begins beside its parent, or waits if it finds no place or the parent does not run."""
+        """Starts a choice beside its parent. It waits instead if it finds no place or its parent does not
+        run."""
         self.requests[child.request_id] = child
         self.sequences[child.group_id][child.index] = child
         self._deadlines.push(child)
@@ -209,7 +212,7 @@ class Roster:
         self._seat(child)
 
     def take_one_seat(self, request: Request) -> None:
-        """Has the request take one row of a step from now on: its choices have rows of their own."""
+        """Reduces the request to one row per step, because its other choices have rows of their own."""
         if request.status is RequestStatus.RUNNING:
             self.num_free_seats += request.num_sequences - 1
         request.num_sequences = 1
@@ -217,10 +220,10 @@ class Roster:
     # Ends.
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Ends a request wherever it is; what is to outlive it is kept.
+        """Ends a request in any state; caches and pins its blocks first.
 
         Args:
-            is_external: the scheduler was told to; for the trace.
+            is_external: whether it was ended from outside the scheduler; for the trace.
         """
         if request.status is RequestStatus.RUNNING:
             if request.load_id is None and request.num_computed_tokens:
@@ -233,7 +236,7 @@ class Roster:
             self.trace.on_finish(request, reason, is_external=is_external)
 
     def discard(self, request: Request) -> None:
-        """Ends a request, wherever it is, of which nothing is kept or told."""
+        """Ends a request in any state, without keeping or reporting anything of it."""
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
         else:
@@ -264,7 +267,8 @@ class Roster:
         self.queue.on_admitted(request)
 
     def _unseat(self, request: Request) -> None:
-        """Takes a running request out of the batch and its blocks away; a load keeps those it writes."""
+        """Removes a running request from the batch and frees its blocks; blocks being loaded stay with the
+        load."""
         if self._copies:  # those into its blocks have no purpose any more, and others may get the blocks
             own = {block_id for ids in self.kv.block_ids(request) for block_id in ids}
             self._copies = [pair for pair in self._copies if pair[1] not in own]
@@ -287,7 +291,8 @@ class Roster:
         request.num_computed_tokens = request.plain_decode_until = 0
 
     def _keep(self, request: Request) -> None:
-        """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""
+        """Keeps what outlives the request, such as its pinned blocks. A failure here does not prevent its
+        end."""
         try:
             newly_cached = self.kv.cache_blocks(request, is_over=True)
             self.transfers.save(newly_cached)
@@ -314,7 +319,7 @@ class Roster:
                 self.kv.pin(request, num_tokens, name, now + min(ttl_s, MAX_PIN_TTL_S))
 
     def check_integrity(self, max_num_seqs: int) -> None:
-        """Asserts what must hold between any two calls; O(requests + blocks), for tests."""
+        """Asserts the invariants that hold between any two calls; O(requests + blocks), for tests."""
         ended = [request for request in self.transfers.loading if request.is_finished]
         self.kv.check_integrity([*self.running, *ended])
         running = {request.request_id: request for request in self.running}
@@ -342,11 +347,11 @@ class Roster:
 
 
 def session_pin(request: Request) -> str:
-    """Name of the pin that holds the request's conversation; tenants have sessions of their own."""
+    """Returns the name of the pin that holds the request's conversation; it differs between tenants."""
     return session_name(request.scheduling.tenant, request.scheduling.session)
 
 
 def session_name(tenant: str, session: str) -> str:
-    """Name of a conversation's pin, as `inspect` shows it; no other tenant and session have the same."""
+    """Returns the name of a conversation's pin, as `inspect` shows it; unique to this tenant and session."""
     tenant, session = (text.replace("%", "%25").replace("/", "%2F") for text in (tenant, session))
     return f"session {tenant}/{session}" if tenant else f"session {session}"

@@ -1,4 +1,4 @@
-"""Scheduler: which tokens of which requests the next step computes, and what becomes of them."""
+"""Scheduler: chooses the tokens that the next step computes, and processes the step's results."""
 
 from __future__ import annotations
 
@@ -44,37 +44,36 @@ logger = logging.getLogger("quire")
 
 
 class Scheduler:
-    """Continuous batching by one rule: `num_computed_tokens` of each request catches up with its
-    `num_tokens` under the token budget of a step. Prefill, chunks of it, decode, cached prefixes and the
-    recomputation after a preemption are all that rule. Policies (`core.policies`) say in which order requests
-    are admitted, how much room they must find, and which steps take prompts.
+    """Continuous batching by one rule: `num_computed_tokens` of each request catches up with its `num_tokens`
+    under the token budget of a step. The rule covers prefill, chunked prefill, decode, cached prefixes and
+    recomputation after a preemption. Policies (`core.policies`) decide the order of admission, the room that
+    a request must find, and which steps take prompts.
 
-    Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks,
-    and only one of a higher rank is preempted for them; it waits at the place its rank gives it. From this
-    follows
+    Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks.
+    Only a request of a higher rank is preempted for them; it returns to the queue at the place of its rank.
+    From this follows
     - no livelock: the first in rank takes blocks from all others and none takes them from it, and alone it
-      always fits, because `max_model_len` is cut to what the pool holds;
+    always fits, because `max_model_len` is cut to what the pool holds;
     - no starvation under a policy by which each request becomes the first in rank: all, given ageing;
     - with mixed batches a decoding request is in every step: prompts leave room for those that decode behind
-      them, and a request joins only a step whose budget has satisfied all others. Not so where urgent
-      requests preempt: there the prompt of a more urgent one goes before other requests' decoding.
+    them, and a request joins only a step whose budget has satisfied all others. The exception: if urgent
+    requests preempt, the prompt of a more urgent one goes before other requests' decoding.
 
-    The protocol is schedule(), execution by a runner, update(), and again; add_request() and abort() may come
-    at any point between. If the execution fails, fail() takes the place of update(). Where a device computes
-    steps in the order in which they are launched, schedule() may also come before update() of the steps
-    before: the tokens that these sample are pending then, the runner finds them on its device, and a row of a
-    request that turns out to have ended is computed in vain. One thread owns the scheduler; nothing here
-    locks.
+    The caller repeats schedule(), execution by a runner, update(); add_request() and abort() may come at any
+    point between. If the execution fails, it calls fail() in place of update(). On a device that computes
+    steps in launch order, schedule() may also come before update() of earlier steps. The tokens that those
+    sample are then pending, and the runner finds them on its device. The row of a request that turns out to
+    have ended is computed for nothing. One thread owns the scheduler; nothing here locks.
 
-    The work is divided: `Planner` plans steps, `Roster` keeps who waits and runs, `SequenceGroup` has the
-    sequences of a request that has several; here is what becomes of a step.
+    `Planner` plans steps, `Roster` tracks which requests wait and run, `SequenceGroup` manages the sequences
+    of a request that has several. This class processes the results of steps.
 
     Args:
-        clock: seconds, monotonic; the simulator brings its own.
-        tiers: KV tiers beside the pool.
-        block_bytes: of a block, to weigh moving it against computing it.
-        adapters: the runner's slots; None: no request has an adapter.
-        has_draft_model: whether the runner can guess.
+        clock: returns monotonic seconds; the simulator passes its own.
+        tiers: KV tiers beside the pool; None: there are none.
+        block_bytes: bytes of a block, to compare swapping with recomputation.
+        adapters: the runner's adapter slots; None: no request has an adapter.
+        has_draft_model: whether the runner has a draft model.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.max_model_len = min(max_model_len, kv.capacity + 1)
-        """Most tokens of prompt and output together. The newest token of a sequence is not in the cache yet,
-        so one more than the pool holds is possible; there a request ends with LENGTH."""
+        """Most tokens of prompt and output together. It may exceed the pool by one, because the newest token
+        of a sequence is not in the cache yet. A request that reaches it ends with LENGTH."""
         self.num_scheduled_tokens = 0
         self.last_batch = 0, 0
-        """Rows and tokens of the latest step that had any."""
+        """Number of rows and tokens of the latest step that had any."""
         self.preemption_cost = PreemptionCost(
             config.preemption_mode,
             block_bytes,
@@ -108,14 +107,14 @@ class Scheduler:
             config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s, adapters=adapters
         )
         self.groups: dict[str, SequenceGroup] = {}
-        """Unfinished requests with several sequences, by id."""
+        """Unfinished requests with several sequences, by request id."""
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self.probation = Probation(config.num_draft_tokens)
         self._drafts = DraftBudget()
         self._has_draft_model = has_draft_model
         self.num_draft_tokens = self.num_accepted_drafts = 0
-        """Tokens that were tried before they were known, and how many of them were right, since start."""
+        """Number of draft tokens that steps verified since start, and how many of them were right."""
         self._planner = Planner(
             config, self.roster, self._reservation, self.max_model_len, self.probation, self._drafts
         )
@@ -125,10 +124,11 @@ class Scheduler:
         self._updated = 0.0
 
     def start_trace(self, cache: CacheConfig, path: str | Path | None = None) -> SchedulerTrace:
-        """Records the steps from now on; before the first request, as a replay knows no others.
+        """Records the steps from now on. Call it before the first request, because a replay knows no earlier
+        ones.
 
         Args:
-            cache: what the block manager was made from.
+            cache: the configuration of the block manager.
             path: the file to append to; None: records are kept in memory.
         """
         kv, roster = self.kv, self.roster
@@ -145,17 +145,18 @@ class Scheduler:
         return roster.trace
 
     def add_request(self, request: Request, outputs: dict[int, list[int]] | None = None) -> None:
-        """Queues a request: a new one, or one that an engine had which died (`Request.num_deaths`).
+        """Queues a new request, or one from an engine that died (`Request.num_deaths` > 0).
 
-        The latter was admitted once: it finds room in any queue, and no quota refuses it.
+        A request from a dead engine was admitted once: limits of the queue and quotas do not refuse it.
 
         Args:
-            outputs: what open choices had generated by then; None: nothing was told of any.
+            outputs: tokens so far of each open choice, by index; None: no output was reported.
 
         Raises:
             InvalidArgumentError: its prompt or its choices can never be computed here, or its id is in use or
-                may be taken for that of a choice.
-            UnavailableError: the queue is full, a quota used up, or it would wait too long; names the limit.
+                looks like the id of a choice.
+            UnavailableError: the queue is full, a quota used up, or the predicted wait too long; names the
+                limit.
         """
         assert request.status is RequestStatus.WAITING, request
         request_id, roster = request.request_id, self.roster
@@ -200,7 +201,8 @@ class Scheduler:
             roster.trace.on_arrival(request)
 
     def _check_beams(self, request: Request) -> None:
-        """Refuses a beam search whose beams would compute each other's past again and again."""
+        """Raises InvalidArgumentError for a beam search whose beams would recompute each other's past
+        repeatedly."""
         width = request.sampling_params.beam_width
         if width == 1:
             return
@@ -217,7 +219,8 @@ class Scheduler:
             )
 
     def expire(self) -> list[EngineCoreOutput]:
-        """Ends requests whose deadline has passed; to be called before a step is planned."""
+        """Ends requests whose deadline has passed and returns their outputs; call it before planning a
+        step."""
         outputs = []
         for request in self.roster.overdue():
             outputs += self._end_all(request, FinishReason.TIMEOUT)
@@ -226,7 +229,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plans the next step: running requests in the order of ranks, then the queue in its policy's order.
 
-        Without KV tiers there are rows in the plan whenever there is an unfinished request.
+        Without KV tiers the plan has rows whenever there is an unfinished request.
         """
         if self._in_flight and not self._in_flight[-1].requests:
             self._in_flight.pop()  # nobody executes a plan without rows while another one is made
@@ -253,12 +256,12 @@ class Scheduler:
     def update(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Takes in what the runner computed in the oldest step that it has not been told of.
+        """Processes the runner's results of the oldest step in flight.
 
         Returns:
-            One entry per row that has sampled, and per row that failed alone. Requests that end here hold no
-            blocks any more; what was computed for requests aborted since schedule() is ignored. An exception
-            while a row is taken in ends its request alone, with all its choices.
+            One output per row that has sampled, and per row that failed alone. Requests that end here have
+            freed their blocks. Results for requests aborted since schedule() are ignored. An exception while
+            a row is processed ends only its request, with all its choices.
         """
         step = self._in_flight.popleft()
         assert scheduler_output is step.output, (scheduler_output.step, step.output.step)
@@ -314,7 +317,7 @@ class Scheduler:
         return outputs
 
     def _take_drafts(self, request: Request, row: ScheduledRequest, result: RowOutput) -> None:
-        """Takes back what the row computed behind its last right draft, and cuts what it drew behind one that
+        """Discards what the row computed after its last right draft, and cuts sampled tokens after one that
         ends the request."""
         drafter, num_known = request.drafter, request.num_output_tokens
         assert drafter is not None, request
@@ -339,7 +342,7 @@ class Scheduler:
         self.num_accepted_drafts += num_right
 
     def _guess(self, request: Request) -> None:
-        """Guesses what follows the tokens that a request has now."""
+        """Updates the guess of a request's next tokens."""
         drafter, params = request.drafter, request.sampling_params
         if drafter is None:
             asked = request.scheduling.num_draft
@@ -354,7 +357,7 @@ class Scheduler:
         drafter.see(request.token_ids)
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
-        """Charges the tenant for what was computed, once also where it is computed again."""
+        """Charges the tenant for the tokens computed; recomputed tokens are charged only once."""
         end = row.num_computed_tokens + row.num_scheduled_tokens
         num_input = 0
         if not request.num_preemptions:
@@ -364,8 +367,8 @@ class Scheduler:
             self.roster.tenants.on_tokens(request, num_sampled, now)
 
     def _apply_result(self, request: Request, result: RowOutput) -> EngineCoreOutput:
-        """Appends sampled tokens to their request, up to one that ends it; an embedding ends it in their
-        place. Returns what its caller sees."""
+        """Appends sampled tokens to their request, up to one that ends it. An embedding ends the request
+        instead. Returns the output for the client."""
         token_ids = request.token_ids
         output = EngineCoreOutput(
             request.group_id, result.token_ids, index=request.index, logprobs=result.logprobs
@@ -399,7 +402,7 @@ class Scheduler:
         return output
 
     def finish_loads(self, loads_done: Iterable[tuple[int, int]]) -> None:
-        """Takes in which loads have ended: (load id, leading blocks that are valid)."""
+        """Processes loads that have ended: (load id, number of leading blocks that are valid)."""
         for load_id, num_valid in loads_done:
             request, complete = self.transfers.finish_load(load_id, num_valid)
             if request.is_finished:
@@ -410,14 +413,14 @@ class Scheduler:
                 self.roster.requeue(request)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason) -> list[EngineCoreOutput]:
-        """Ends requests wherever they are and frees their blocks at once.
+        """Ends requests in any state and frees their blocks at once.
 
         Args:
             request_ids: as given to add_request; "id#i" ends choice i alone.
 
         Returns:
-            The last output of each of their choices; ids that are unknown or have finished already are
-            skipped, since an abort and the end of a request may cross.
+            The last output of each of their choices. Unknown and finished ids are skipped, since an abort and
+            the end of a request may cross.
         """
         outputs = []
         for request_id in request_ids:
@@ -439,9 +442,9 @@ class Scheduler:
     def fail(self, error: str) -> list[EngineCoreOutput]:
         """Takes the place of update() when a step failed: ends its requests, as abort() does, with `error`.
 
-        All steps in flight have failed then, as a later one rests on what an earlier one computes. How far
-        their rows were computed is unknown, and what else the runner has done of them: blocks are not copied,
-        drops are told again, and loads that have not begun are missed.
+        All steps in flight fail with it, as each depends on earlier ones. How much of them was computed or
+        carried out is unknown. So pending block copies are dropped, dropped rows are sent to the runner
+        again, and loads that have not begun are given up.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
@@ -474,7 +477,7 @@ class Scheduler:
         return outputs
 
     def end_waiting(self, adapter: Adapter, error: QuireError) -> list[EngineCoreOutput]:
-        """Ends the requests that wait for an adapter whose weights are not to be had."""
+        """Ends the requests that wait for an adapter whose weights cannot be read; returns their outputs."""
         outputs: list[EngineCoreOutput] = []
         for request in list(self.roster.queue):
             if request.adapter is adapter and not request.is_finished:
@@ -482,7 +485,7 @@ class Scheduler:
         return outputs
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
-        """Ends a request, or what is left of it, as its row could not be taken in."""
+        """Ends a request, or its remaining choices, because its row could not be processed."""
         logger.exception("a step could not be taken in", extra=request.log_fields)
         self._take_back(request, row)
         for one in list(self.roster.sequences.get(request.group_id, {}).values()):
@@ -495,7 +498,7 @@ class Scheduler:
         )
 
     def _take_back(self, request: Request, row: ScheduledRequest) -> None:
-        """The row was not computed after all."""
+        """Undoes the planning of a row that was not computed."""
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
         self.kv.uncache_from(request, row.num_computed_tokens)
         for step in self._in_flight:  # what rows behind it found full may have left the tables
@@ -505,7 +508,7 @@ class Scheduler:
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Tokens of all steps that are planned and not yet taken in."""
+        """Number of tokens in all steps that are planned and not yet processed."""
         return sum(self.config.max_num_batched_tokens - step.budget for step in self._in_flight)
 
     def has_unfinished(self) -> bool:
@@ -513,14 +516,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step must be planned: for requests, or for blocks that are still to be moved."""
+        """Returns whether a step must be planned, for requests or for blocks to move."""
         return bool(self.roster.requests) or self.transfers.has_work
 
     def reset_cache(self) -> int:
-        """Empties prefix cache, pins and tiers; running requests are not disturbed.
+        """Empties the prefix cache, pins and tiers; running requests keep their blocks.
 
         Returns:
-            Blocks that could be found.
+            The number of blocks that could be found before.
         """
         count = self.kv.reset()
         if self.transfers.tiers is not None:
@@ -528,8 +531,8 @@ class Scheduler:
         return count
 
     def inspect(self) -> dict[str, Any]:
-        """State of the cache, for people: counts of blocks and tokens, seconds until each pin ends, figures
-        of the tiers."""
+        """Returns the state of the cache for operators: counts of blocks and tokens, seconds until each pin
+        expires, statistics of the tiers."""
         pool, tiers, now = self.kv.pool, self.transfers.tiers, self.roster.clock()
         self.kv.expire(now)
         return {
@@ -549,7 +552,7 @@ class Scheduler:
         }
 
     def stats(self) -> SchedulerStats:
-        """The state now; O(waiting)."""
+        """Returns the present state; O(waiting)."""
         rows, tokens = self.last_batch if self.roster.requests else (0, 0)
         adapters = self.roster.adapters
         return SchedulerStats(
@@ -581,7 +584,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls; O(requests + blocks), for tests."""
+        """Asserts the invariants that hold between any two calls; O(requests + blocks), for tests."""
         self.roster.check_integrity(self.config.max_num_seqs)
 
     # Ends.
@@ -593,7 +596,7 @@ class Scheduler:
         error: str | None = None,
         code: str = EngineError.code,
     ) -> list[EngineCoreOutput]:
-        """Ends a request with all its choices; an error is told once."""
+        """Ends a request with all its choices; only one output carries the error."""
         group, request_id = self.groups.get(request.group_id), request.group_id
         indices = [0] if group is None else group.open_indices
         requests = list(self.roster.sequences[request_id].values())
@@ -604,7 +607,7 @@ class Scheduler:
         return [_final_output(request_id, index, requests[0], reason) for index in indices]
 
     def _complete(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request that has all its tokens."""
+        """Ends a request that has generated all its tokens."""
         request.finish_reason = reason
         self._reservation.on_finished(request)
         self._finish(request, reason)
@@ -622,7 +625,7 @@ class Scheduler:
 
 
 def _final_output(request_id: str, index: int, request: Request, reason: FinishReason) -> EngineCoreOutput:
-    """The last output of a choice that was ended from outside."""
+    """Returns the last output of a choice that was ended from outside."""
     output = EngineCoreOutput(
         request_id,
         finish_reason=str(reason),
@@ -635,7 +638,8 @@ def _final_output(request_id: str, index: int, request: Request, reason: FinishR
 
 
 def _tell_drafts(output: EngineCoreOutput, request: Request) -> None:
-    """Says how a choice's drafts have fared so far: a stop string may end it with any output."""
+    """Adds the counts of verified and accepted drafts to a choice's output; every output may turn out the
+    last, by a stop string."""
     if request.drafter is not None:
         output.num_draft_tokens = request.drafter.num_tried
         output.num_accepted_drafts = request.drafter.num_accepted

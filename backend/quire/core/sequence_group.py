@@ -1,4 +1,4 @@
-"""SequenceGroup: the sequences that come of one request, what they share, and how beams compete."""
+"""SequenceGroup: the sequences of one request, the blocks they share, and how beams compete."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
 from quire.request.sampling_params import SamplingParams, choice_seed
 
 ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]
-"""Appends what a row has sampled to its request, ends that where it is due, and says so."""
+"""Appends what a row has sampled to its request, ends the request if it is due, and returns the output."""
 Complete = Callable[[Request, FinishReason], None]
-"""Ends a request that has all its tokens."""
+"""Ends a request that has generated all its tokens."""
 
 
 class SequenceGroup:
     """The sequences of a request with `n` > 1.
 
-    Until its prompt is computed there is one sequence; then every choice becomes a request of its own, which
-    shares the full blocks of the prompt, and only their ids tell that they belong together.
+    There is one sequence until the prompt is computed. Then every choice becomes a request of its own. The
+    choices share the full blocks of the prompt and are otherwise independent, except for their common id.
 
     Args:
-        request: the first choice, and before the fork all of them.
+        request: the first choice; before the fork it stands for all of them.
         live: the roster's unfinished sequences of the request, by index.
     """
 
     is_ranked = False
-    """Whether they compete: they are known only when all have ended, and none can be ended alone."""
+    """Whether the choices compete. Ranked choices are known only when all have ended, and cannot be ended one
+    by one."""
 
     def __init__(self, request: Request, live: Mapping[int, Request]) -> None:
         self.request_id = request.request_id
@@ -40,7 +41,7 @@ class SequenceGroup:
 
     @property
     def open_indices(self) -> list[int]:
-        """Choices whose end was not reported yet."""
+        """Indices of the choices without a final output yet."""
         return list(self.live) if self.has_forked else list(range(self.count))
 
     def apply_result(
@@ -51,10 +52,10 @@ class SequenceGroup:
         apply: ApplyResult,
         complete: Complete,
     ) -> list[EngineCoreOutput]:
-        """Takes in the result of a row that has sampled; returns the outputs for the caller.
+        """Processes the result of a row that has sampled; returns the outputs for the caller.
 
         Args:
-            apply, complete: the scheduler's methods, given each time so that no cycle keeps an
+            apply, complete: the scheduler's methods, passed each time so that no reference cycle keeps an
                 engine alive.
         """
         others = [] if self.has_forked else self._fork(request, result.choices, roster, apply)
@@ -63,7 +64,7 @@ class SequenceGroup:
     def _fork(
         self, parent: Request, drawn: list[RowOutput], roster: Roster, apply: ApplyResult
     ) -> list[EngineCoreOutput]:
-        """Makes each choice but the first, which the parent becomes, a request that has the prompt alone."""
+        """Creates a request with the prompt alone for each choice but the first; the parent is the first."""
         self.has_forked = True
         roster.take_one_seat(parent)
         outputs = []
@@ -75,10 +76,10 @@ class SequenceGroup:
         return outputs
 
     def resume(self, parent: Request, outputs: dict[int, list[int]], roster: Roster) -> None:
-        """Forks a waiting request as an engine that died had done; its own output so far is in it already.
+        """Forks a waiting request as the engine that died had done. Its own output so far is already in it.
 
         Args:
-            outputs: tokens so far of the choices that are open, the parent's perhaps not among them.
+            outputs: tokens so far of the open choices by index; the parent's may be missing.
         """
         self.has_forked = True
         roster.take_one_seat(parent)
@@ -97,7 +98,7 @@ class SequenceGroup:
         return self._continue(parent, index, token_ids, own)
 
     def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
-        """A request beside `parent`, with other tokens behind those that both have computed."""
+        """Returns a request beside `parent` with the same computed tokens and other tokens after them."""
         child = Request(
             f"{self.request_id}#{index}",
             token_ids[: parent.num_prompt_tokens],
@@ -131,7 +132,7 @@ class _Ended(NamedTuple):
 class _Candidate(NamedTuple):
     cumulative_logprob: float
     beam: int
-    """Index of the beam that it continues."""
+    """Index of the beam that the candidate extends."""
     token_id: int
     logprob: float
 
@@ -140,16 +141,17 @@ class BeamSearch(SequenceGroup):
     """Beam search as `transformers` 5 does it (`GenerationMixin._beam_search`), for one request.
 
     Each beam is a request of its own. When its row samples, it reports its best candidates and pauses. When
-    all have reported, the best continuations of all beams are ranked by their sum of log-probabilities.
-    Those among the first `beam_width` that end are kept, with the score sum / length ** length_penalty, where
-    the length counts all generated tokens; the `beam_width` best others go on. It is over when nothing goes
-    on, or when `beam_width` ended ones are kept and
+    all have reported, the best continuations of all beams are ranked by their sum of log-probabilities. Among
+    the first `beam_width`, those that end are kept, with the score sum / length ** length_penalty; the length
+    counts all generated tokens. The `beam_width` best others continue. The search is over when no beam
+    continues, or when `beam_width` ended ones are kept and
     - early_stopping is True, or
-    - the first beam, at its present length (None: at the greatest possible one if length_penalty > 0), would
-      not score higher than the worst of them.
+    - the first beam would not score higher than the worst of them at its present length (if early_stopping is
+    None and length_penalty > 0: at the greatest possible length).
 
-    Where transformers leaves a place empty, as scores below -1e9 lose against its padding, the search goes
-    on. Of equal candidates those of the older beam come first: nothing depends on when beams report.
+    In transformers a place can stay empty, because scores below -1e9 lose against its padding; here the
+    search continues. Among equal candidates, those of the older beam come first, so nothing depends on the
+    order in which beams report.
     """
 
     is_ranked = True
@@ -179,9 +181,11 @@ class BeamSearch(SequenceGroup):
         apply: ApplyResult,
         complete: Complete,
     ) -> list[EngineCoreOutput]:
-        """Takes the candidates of a beam, best first behind one that stands for the sampled token.
+        """Takes the candidates of a beam: the first entry is the sampled token, the candidates follow, best
+        first.
 
-        When all beams have reported they become those of the next step, or the request ends.
+        When all beams have reported, their continuations become the beams of the next step, or the request
+        ends.
         """
         assert result.logprobs, f"{request}: no candidates"
         if request.num_output_tokens == 0:
@@ -204,7 +208,7 @@ class BeamSearch(SequenceGroup):
         return outputs
 
     def _choose(self, request: Request) -> list[_Candidate]:
-        """The next beams, best first; none if the search is over. `request`: any of the present ones."""
+        """Returns the next beams, best first; empty: the search is over. `request`: any present beam."""
         width = self._params.beam_width
         num_output = request.num_output_tokens + 1
         going_on: list[_Candidate] = []
@@ -221,7 +225,7 @@ class BeamSearch(SequenceGroup):
         return going_on
 
     def _results(self) -> list[EngineCoreOutput]:
-        """The `n` best sequences, best first; empty ones where bans left fewer than there should be."""
+        """Returns the `n` best sequences, best first; empty sequences if bans left too few."""
         wanted = self._params.logprobs
         outputs = []
         for index in self.open_indices:
@@ -260,7 +264,8 @@ class BeamSearch(SequenceGroup):
         self._ended.sort(key=lambda other: -other.score)
 
     def _is_settled(self, best: float, num_output: int, max_output: int) -> bool:
-        """Whether no running beam, the best of which has this sum, can improve on what is kept."""
+        """Returns whether no running beam can improve on the kept sequences; `best`: the best running beam's
+        sum."""
         params = self._params
         if len(self._ended) < params.beam_width:
             return False
@@ -271,7 +276,7 @@ class BeamSearch(SequenceGroup):
         return best / length**params.length_penalty <= self._ended[-1].score
 
     def _replace(self, going_on: list[_Candidate], roster: Roster) -> None:
-        """Lets the beams become those of the next step."""
+        """Replaces the beams by those of the next step."""
         # What is freed here may be the target of a copy at once: copies come before all that is computed.
         parents = {candidate.beam for candidate in going_on}
         for beam in [beam for index, beam in self.live.items() if index not in parents]:
@@ -299,7 +304,7 @@ class BeamSearch(SequenceGroup):
         self._reports.clear()
 
     def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:
-        """Log-probabilities of the beam's tokens and the candidate's, if they are asked for."""
+        """Returns the log-probabilities of the beam's tokens and the candidate's, if they are wanted."""
         if self._params.logprobs is None:
             return []
         report, wanted = self._reports[candidate.beam], self._params.logprobs
@@ -313,7 +318,7 @@ class BeamSearch(SequenceGroup):
 def make_sequence_group(
     request: Request, live: Mapping[int, Request], max_model_len: int
 ) -> SequenceGroup | None:
-    """Makes the group of a request with several sequences; None: it has one."""
+    """Returns the group of a request with several sequences; None: it has one sequence."""
     params = request.sampling_params
     if params.num_sequences == 1:
         return None

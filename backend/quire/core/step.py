@@ -9,10 +9,10 @@ from quire.outputs import ScheduledRequest, SchedulerOutput
 
 
 class Step:
-    """A planned step: the scheduler output for the runner, and what the scheduler must know until it is
+    """A planned step: the scheduler output for the runner, and what the scheduler needs until the step is
     computed.
 
-    `output.scheduled`, `requests` and `newly_cached` run in parallel, in the order of the requests' ranks.
+    `output.scheduled`, `requests` and `newly_cached` are parallel lists in the order of the requests' ranks.
     """
 
     __slots__ = ("begun", "budget", "newly_cached", "num_prefill_tokens", "output", "requests")
@@ -20,13 +20,13 @@ class Step:
     def __init__(self, number: int, budget: int) -> None:
         self.output = SchedulerOutput(number)
         self.budget = budget
-        """Tokens that may still be added."""
+        """Number of tokens that may still be added."""
         self.requests: list[Request] = []
         self.newly_cached: list[Sequence[tuple[bytes, int]]] = []
-        """(key, block id) of the blocks that each row fills, which others may find from now on."""
+        """For each row, the (key, block id) of blocks it fills; other requests may find them from now on."""
         self.num_prefill_tokens = 0
         self.begun = 0.0
-        """Seconds on the scheduler's clock, when the step was launched."""
+        """When the step was launched, in seconds on the scheduler's clock."""
 
     def add(self, row: ScheduledRequest, request: Request, newly_cached: Sequence[tuple[bytes, int]]) -> None:
         self.output.scheduled.append(row)

@@ -1,4 +1,4 @@
-"""SchedulerTrace: what every step did, one JSON line each, for replay, plots and looking closely."""
+"""SchedulerTrace: records every step as one JSON line, for replay, plots and debugging."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ class SchedulerTrace:
     ) -> None:
         self.records: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        """Record of the engine; in a file it is the first one, an event `engine`."""
+        """First record of the trace, which describes the engine: in a file an event `engine`."""
         self.block_size = block_size
         self.clock = clock
         self._file: BinaryIO | None = None
         self._is_writing = True
-        """False once the file could not be written: a trace with a gap would be worth nothing."""
+        """Whether the file is still written; False after a failed write, as a trace with a gap cannot be
+        replayed."""
         if path is not None:
             # Unbuffered: a reader sees every line that was written, also of an engine that was killed.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (until close)
@@ -116,7 +117,7 @@ class SchedulerTrace:
         self._preempted.append(request.request_id)
 
     def on_finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """A request has ended; `is_external`: the scheduler was told so, and did not find out by itself."""
+        """Records that a request has ended; `is_external`: it was ended from outside the scheduler."""
         if is_external:
             in_flight, request_id, params = bool(self._records), request.request_id, request.sampling_params
             if request.num_sequences < params.num_sequences and params.beam_width == 1:
@@ -132,7 +133,7 @@ class SchedulerTrace:
         )
 
     def begin_step(self, output: SchedulerOutput, *, plan_s: float = 0.0, overlapped: bool = False) -> None:
-        """The step is planned: arrivals from now on belong to the next one."""
+        """Records a planned step; arrivals from now on belong to the next record."""
         if self._records and not self._records[-1]["scheduled"]:  # a plan that was never executed
             self._carry_over(self._records.pop())
         record = {
@@ -152,7 +153,8 @@ class SchedulerTrace:
         self._arrivals, self._ended, self._preempted = [], [], []
 
     def end_step(self, stats: SchedulerStats) -> None:
-        """The oldest step is done or has failed; no effect without one begun."""
+        """Completes the record of the oldest step, which is done or has failed; no effect if no step was
+        begun."""
         if not self._records:
             return
         record = self._records.popleft()
@@ -164,7 +166,7 @@ class SchedulerTrace:
         self._write(record)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Writes what happened between steps as a record of its own: {"event": kind, "time": ...}."""
+        """Writes an event between steps as a record of its own: {"event": kind, "time": ...}."""
         self._write({"event": kind, "time": self.clock(), **values})
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class SchedulerTrace:
         self._preempted[:0] = record["preempted"]
 
     def _content(self, request: Request, begin: int, end: int) -> list[int]:
-        """Numbers of 52 bits for the full blocks that end in tokens (begin, end]."""
+        """Returns a 52-bit number for the content of each full block that ends in tokens (begin, end]."""
         first, count = begin // self.block_size, end // self.block_size
         hashes = hash_blocks(request, count, self.block_size)[first:count]
         return [int.from_bytes(content_hash[:8], "big") >> 12 for content_hash in hashes]

@@ -1,4 +1,4 @@
-"""BlockTransfers: which blocks go to the KV tiers and which come back, for the scheduler."""
+"""BlockTransfers: schedules saves to and loads from the KV tiers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class BlockTransfers:
-    """Joins the pool to the tiers beside it; without tiers it only looks into the pool.
+    """Connects the pool to the KV tiers; without tiers, prefixes are found in the pool alone.
 
-    What is computed is written through to the tiers, so eviction costs nothing and a restart finds all of it.
-    A request whose blocks are on their way back takes part in no step until they are there. The blocks of a
-    load belong to it to its end, whatever becomes of the request.
+    Computed blocks are written through to the tiers, so eviction needs no copy and a restart finds them all.
+    A request whose blocks are being loaded takes part in no step until the load ends. The blocks of a load
+    belong to it until then, even if its request ends before.
 
     Args:
-        should_swap: whether it is cheaper to move n blocks out and back than to compute m tokens.
+        should_swap: returns whether swapping n blocks out and back is cheaper than computing m tokens.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class BlockTransfers:
         self.kv = kv
         self.tiers = tiers
         self.num_loaded_tokens = 0
-        """Tokens not computed, as a tier had them, since start."""
+        """Number of tokens since start that a KV tier held, so that they were not computed."""
         self.num_swaps = 0
         self._should_swap = should_swap
         self._saves: list[KVSave] = []
@@ -45,12 +45,12 @@ class BlockTransfers:
         self._under_way: dict[int, tuple[Request, list[bytes], int]] = {}
         self._loading_keys: set[bytes] = set()
         self._invalid_loads: set[int] = set()
-        """Loads whose requests have other blocks that may not hold what they should."""
+        """Ids of loads whose requests also hold blocks of the pool that may be invalid."""
         self._private_keys = itertools.count()
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
-        """Bytes per second to the tiers and back; None: not known."""
+        """Returns the bytes per second to the tiers and back; None: not measured."""
         if self.tiers is None:
             return None, None
         return self.tiers.save_bytes_per_s, self.tiers.load_bytes_per_s
@@ -61,13 +61,13 @@ class BlockTransfers:
 
     @property
     def loading(self) -> list[Request]:
-        """Requests whose tables the loads own, ended ones among them."""
+        """Requests with a load under way, including ended ones."""
         return [request for request, _, _ in self._under_way.values()]
 
     @property
     def lost_loads(self) -> list[int]:
-        """Loads that the runner will never report, after a step has failed: it ended before it began them, or
-        what it reported of them was lost with it."""
+        """Returns the loads that the runner will never report after a failed step: they had not begun, or
+        their report was lost with the step."""
         if self.tiers is None:
             return []
         planned = {load.load_id for load in self._loads}
@@ -75,7 +75,7 @@ class BlockTransfers:
         return [load_id for load_id in sorted(handed_over) if not self.tiers.is_loading(load_id)]
 
     def prefetch(self, request: Request) -> None:
-        """Lets slow tiers begin to move what a waiting request will need."""
+        """Lets slow tiers begin to fetch the blocks that a waiting request will need."""
         if self.tiers is None or not self.kv.enable_prefix_caching:
             return
         size = self.kv.block_size
@@ -91,7 +91,7 @@ class BlockTransfers:
             self.tiers.prefetch(keys)
 
     def find_prefix(self, request: Request) -> CachedPrefix | None:
-        """The longest beginning that need not be computed; None: another request is loading blocks of it."""
+        """Returns the longest cached prefix of the request; None: another request is loading blocks of it."""
         if self.tiers is None:
             return self.kv.find_prefix(request)
         prefix = self.kv.find_prefix(request, self.tiers.contains if request.uses_tiers else None)
@@ -105,7 +105,7 @@ class BlockTransfers:
         return prefix
 
     def begin(self, request: Request, prefix: CachedPrefix) -> None:
-        """Gives the request the prefix, and begins to load what is not in the pool."""
+        """Gives the request its cached prefix, and plans to load the blocks that are not in the pool."""
         to_fill = self.kv.begin_with(request, prefix)
         if not to_fill:
             return
@@ -124,11 +124,11 @@ class BlockTransfers:
         request.load_id = load_id
 
     def finish_load(self, load_id: int, num_valid: int) -> tuple[Request, bool]:
-        """A load has ended.
+        """Processes the end of a load.
 
         Returns:
-            The request, which may have ended meanwhile, and whether all its blocks are there. If not, the
-            caller must take its table away, and it will be computed without the tiers.
+            The request, which may have ended meanwhile, and whether all its blocks are valid. If not, the
+            caller must free its block table; the request is then computed without the tiers.
         """
         request, keys, gain = self._under_way.pop(load_id)
         self._loading_keys.difference_update(keys)
@@ -143,18 +143,18 @@ class BlockTransfers:
         return request, complete
 
     def invalidate_load(self, request: Request) -> None:
-        """Blocks that a loading request found in the pool may be invalid: if it found any, its load will
-        count as incomplete."""
+        """Marks the request's load as incomplete if the request also found blocks in the pool, which may be
+        invalid."""
         assert request.load_id is not None, request
         _, keys, _ = self._under_way[request.load_id]
         if self.kv.num_held_blocks(request) > len(keys):
             self._invalid_loads.add(request.load_id)
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Writes computed blocks through, with the next step.
+        """Plans to write computed blocks through to the tiers, with the next step.
 
-        Only what can still be found: a step launched ahead may have given a block to others, which it
-        writes before this one could be saved, or the cache was emptied while the block was computed.
+        Blocks that can no longer be found are left out. Their content may be overwritten, because a step
+        launched ahead reuses them or the cache was emptied meanwhile.
         """
         if self.tiers is None:
             return
@@ -165,13 +165,14 @@ class BlockTransfers:
         ]
 
     def forget_saves(self) -> None:
-        """Writes through nothing that was to be: it may not have been computed after all."""
+        """Drops the planned writes to the tiers, because their blocks may not have been computed."""
         self._saves = [save for save in self._saves if save.pinned]
 
     def swap_out(self, request: Request) -> bool:
-        """Keeps the request's blocks in the host tier, if that is cheaper than computing them again.
+        """Swaps the request's blocks out to the host tier if that is cheaper than recomputing them; returns
+        whether it did.
 
-        Blocks that the pool may still have when it returns are saved all the same.
+        Blocks that may stay in the pool are saved as well.
         """
         if self.tiers is None or not request.uses_tiers or not request.num_computed_tokens:
             return False
@@ -196,7 +197,7 @@ class BlockTransfers:
         return True
 
     def drop(self, request: Request) -> None:
-        """Gives up what a request has in the host tier."""
+        """Drops a request's blocks in the host tier."""
         if request.swapped is not None:
             assert self.tiers is not None
             keys = [key for group in request.swapped.keys for key in group.values()]
@@ -208,18 +209,18 @@ class BlockTransfers:
             request.swapped = None
 
     def pop_planned(self) -> tuple[list[KVSave], list[KVLoad]]:
-        """Hands over the saves and loads for the next step, once."""
+        """Returns the saves and loads for the next step, and clears both lists."""
         saves, self._saves = self._saves, []
         loads, self._loads = self._loads, []
         return saves, loads
 
     @property
     def has_work(self) -> bool:
-        """Whether blocks are still to be moved, or on their way."""
+        """Returns whether blocks are still to be moved or under way."""
         return bool(self._saves or self._loads or self._under_way)
 
     def _with_swapped(self, prefix: CachedPrefix, swapped: SwappedBlocks) -> CachedPrefix:
-        """The prefix of a swapped request: blocks that the pool still has, and the others from the host
+        """Returns the prefix of a swapped request: blocks still in the pool, and the others in the host
         tier."""
         count = -(-swapped.num_tokens // self.kv.block_size)
         block_ids = []

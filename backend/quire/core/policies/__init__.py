@@ -1,1 +1,1 @@
-"""Small policy objects around the scheduler's one rule: pure Python, no locks, the clock passed in."""
+"""Policies that the scheduler consults: pure Python, without locks; callers pass the time in."""

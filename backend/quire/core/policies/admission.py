@@ -1,4 +1,4 @@
-"""Admission: whether a request is taken at all, and until when it must have its tokens."""
+"""Admission: decides whether to accept a request, and sets its default deadlines."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from quire.core.request import Request
 from quire.errors import UnavailableError
 
 MEMORY_S = 30.0
-"""Busy seconds after which a step counts 1/e of the latest in the estimates."""
+"""Busy seconds after which a step's weight in the estimates has faded to 1/e."""
 MIN_DEPARTURES = 8.0
-"""Fewest remembered departures from which requests are refused by when a seat comes free."""
+"""Fewest remembered departures needed before a request is refused by the predicted wait for a seat."""
 MIN_HINT_DEPARTURES = 1.0
-"""Fewest from which a refusal says when to try again: a rough time is better than none."""
+"""Fewest remembered departures needed before a refusal states when to retry; a rough time is enough there."""
 SIGMAS = 2.33
-"""Standard deviations above the mean that admission allows for: requests end at random, and by the mean every
-second one would be late."""
+"""Standard deviations above the mean that the prediction allows for. Requests end at random times, so with
+the mean alone half of them would be late."""
 
 
 class AdmissionControl:
-    """A bounded queue, and the prediction of a new request's time to first token (TTFT).
+    """Bounds the queue and predicts a new request's time to first token (TTFT).
 
-    Steps are taken to last a + b * prefill tokens; a and b are fitted to the steps so far, which fade with
-    MEMORY_S. All methods are O(1). Without history every request is taken.
+    The model of a step's duration is a + b * prefill tokens. a and b are fitted to past steps, whose weights
+    fade with MEMORY_S. All methods are O(1). Without history every request is accepted.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -38,7 +38,7 @@ class AdmissionControl:
         self._departures = 0.0
 
     def set_default_deadlines(self, request: Request) -> None:
-        """Gives a request that states no deadline the configured one, counted from its arrival."""
+        """Sets the configured deadlines, counted from arrival, on a request that states none."""
         config, given = self._config, request.scheduling
         if given.is_internal:
             return
@@ -53,11 +53,11 @@ class AdmissionControl:
             )
 
     def on_departure(self) -> None:
-        """A running request has ended, so its seat is free."""
+        """Records that a running request has ended and freed its seat."""
         self._num_departures += 1
 
     def on_step(self, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
-        """A step has ended; one without rows was not busy and does not count."""
+        """Records a finished step; a step without rows does not count."""
         if not num_rows or duration_s <= 0:
             return
         fade = math.exp(-duration_s / MEMORY_S)
@@ -71,15 +71,15 @@ class AdmissionControl:
         self._num_departures = 0
 
     def predicted_ttft_s(self, num_tokens: int, num_waiting: int, num_free_seats: int) -> float | None:
-        """Seconds until a new request would have its first token; None: not known yet.
+        """Returns the seconds until a new request would have its first token; None: unknown as yet.
 
-        The larger of the time to compute the prompts and, by Little's law, the time until enough of those
-        that run have ended at the recent rate.
+        The result is the larger of two times: computing the prompts and, by Little's law, waiting until
+        enough running requests have ended at the recent rate.
 
         Args:
-            num_tokens: prompt tokens to compute until then, its own included.
+            num_tokens: prompt tokens to compute before that, including the request's own.
             num_waiting: requests that begin before it.
-            num_free_seats: 0 also if the pool has no room for the next request.
+            num_free_seats: free places in the batch; 0 also if the pool has no room for the next request.
         """
         if not self._tokens:
             return None
@@ -94,7 +94,7 @@ class AdmissionControl:
         return max(drain, seats)
 
     def predicts(self, request: Request) -> bool:
-        """Whether check() weighs when the request would have its first token, against some limit."""
+        """Returns whether check() compares the request's predicted time to first token with a limit."""
         given = request.scheduling
         limits = (given.ttft_deadline, given.deadline, self._config.max_predicted_ttft_ms or None)
         return any(limit is not None for limit in limits)
@@ -110,16 +110,16 @@ class AdmissionControl:
         num_running_tokens: int = 0,
         ahead: tuple[int, int] | None = None,
     ) -> None:
-        """Changes nothing.
+        """Raises if a new request must be refused; changes nothing.
 
         Args:
-            num_running_tokens: prompt tokens of running requests that are still to be computed.
-            ahead: requests that begin before it and their tokens, if they are not all that wait
-                (`QueuePolicy.ahead`).
+            num_running_tokens: prompt tokens that running requests have still to compute.
+            ahead: (requests, tokens) that begin before it (`QueuePolicy.ahead`); None: all that wait.
 
         Raises:
-            UnavailableError: the queue is full, or the request would wait longer for its first token than
-                `max_predicted_ttft_ms` or its own deadline allows; names the limit, and when it may be met.
+            UnavailableError: the queue is full, or the predicted time to first token exceeds
+                `max_predicted_ttft_ms` or the request's own deadline. The message names the limit, and when
+                to retry if that is known.
         """
         config = self._config
         if request.scheduling.is_internal:
@@ -160,11 +160,12 @@ class AdmissionControl:
             )
 
     def _departure_s(self) -> float | None:
-        """Busy seconds per departure, for those who are refused anyway; None: too few are remembered."""
+        """Returns the mean busy seconds per departure, for the retry hint of a refusal; None: too few are
+        remembered."""
         return self._seconds / self._departures if self._departures >= MIN_HINT_DEPARTURES else None
 
     def _fit(self) -> tuple[float, float]:
-        """a and b by least squares, none below 0; where the steps do not tell them apart, all is b."""
+        """Returns a and b by least squares, both at least 0. If the steps cannot separate them, a is 0."""
         mean = self._tokens / self._steps
         variance = self._tokens2 / self._steps - mean * mean
         ratio = self._seconds / self._tokens
@@ -178,8 +179,8 @@ class AdmissionControl:
 
 
 class DeadlineHeap:
-    """Requests by deadline. Ended ones are forgotten when they come up, and all at once when they may be the
-    majority: push is O(log n) amortised, and so is each request that expires."""
+    """A heap of requests by deadline. Ended requests are dropped when they reach the top, and all at once
+    when they may be the majority. push is O(log n) amortised, and so is each request that expires."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str, Request]] = []
@@ -187,11 +188,12 @@ class DeadlineHeap:
         self._sweep_at = 64
 
     def __len__(self) -> int:
-        """Deadlines held, those of ended requests that are not forgotten yet among them."""
+        """Returns the number of deadlines held, including those of ended requests that were not dropped
+        yet."""
         return len(self._heap)
 
     def push(self, request: Request) -> None:
-        """Watches the deadlines of a request; no effect if it has none."""
+        """Adds the deadlines of a request; no effect if it has none."""
         for which in ("ttft_deadline", "deadline"):
             time = getattr(request.scheduling, which)
             if time is not None:
@@ -202,9 +204,10 @@ class DeadlineHeap:
             self._sweep_at = 2 * len(self._heap) + 64
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
-        """Unfinished requests whose deadline has passed, each once, and which: "ttft_deadline" or "deadline".
+        """Returns unfinished requests whose deadline has passed, each once, with "ttft_deadline" or
+        "deadline".
 
-        The caller ends them. A deadline of the first token has no effect once there is a token.
+        The caller ends them. A deadline for the first token has no effect once there is a token.
         """
         late: dict[str, tuple[Request, str]] = {}
         while self._heap and self._heap[0][0] <= now:

@@ -1,4 +1,4 @@
-"""BatchPolicy: what a step may hold."""
+"""BatchPolicy: decides which kinds of rows a step may hold."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Phases(NamedTuple):
     """Kinds of rows that a step may hold."""
 
     decodes: bool
-    """Rows of running requests that lack one token."""
+    """Whether running requests that lack one token may have rows."""
     prefills: bool
-    """Rows of running requests that lack several."""
+    """Whether running requests that lack several tokens may have rows."""
     admits: bool
-    """Rows of waiting requests."""
+    """Whether waiting requests may be admitted."""
 
 
 class BatchPolicy:
-    """Chooses between prompts and answers: `batch_policy`, `schedule_interval`, `waiting_running_ratio` and
-    `scheduler` (static batches) of SchedulerConfig."""
+    """Chooses between prefill and decode rows by `batch_policy`, `schedule_interval`, `waiting_running_ratio`
+    and `scheduler` (static batches) of SchedulerConfig."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._policy = config.batch_policy
@@ -32,11 +32,11 @@ class BatchPolicy:
         self._latest_admission = 0
 
     def on_admitted(self, step: int) -> None:
-        """Learns that a request was admitted after `step` steps."""
+        """Records that a request was admitted in the step after `step` steps."""
         self._latest_admission = step
 
     def phases(self, step: int, running: Sequence[Request], num_waiting: int) -> Phases:
-        """Kinds of rows that the step after `step` others may hold."""
+        """Returns the kinds of rows for the step after `step` steps."""
         is_due = self._is_due(step, len(running), num_waiting)
         admits = self._admits(len(running), is_due)
         if self._policy == "mixed":
@@ -57,7 +57,7 @@ class BatchPolicy:
         return is_due or (self._interval <= 1 and self._ratio <= 0)
 
     def _is_due(self, step: int, num_running: int, num_waiting: int) -> bool:
-        """Whether an interval or the length of the queue says that prompts are to be computed now."""
+        """Returns whether the schedule interval or the length of the queue calls for prefill now."""
         if self._interval > 1 and step - self._latest_admission >= self._interval:
             return True
         return self._ratio > 0 and num_waiting > self._ratio * num_running

@@ -1,27 +1,27 @@
-"""PreemptionCost: whether a preempted request is computed again or moved out and back."""
+"""PreemptionCost: chooses between recomputing a preempted request and swapping its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 FADE = 1.0 - 1.0 / 32.0
-"""Weight that the measurements so far keep with each new one."""
+"""Weight of the measurements so far when a new one is added."""
 
 Rates = Callable[[], tuple[float | None, float | None]]
-"""Bytes per second from the pool to the host tier and back, as measured; None: not yet."""
+"""Returns the measured bytes per second from the pool to the host tier, and back; None: not measured yet."""
 
 
 class PreemptionCost:
-    """Weighs the time to compute tokens again against the time to move their blocks out and back.
+    """Compares the time to recompute tokens with the time to move their blocks out and back.
 
-    `recompute` and `swap` are as they say; `auto` takes the smaller time by measured rates. To learn them:
-    while no copy out was measured it swaps; while no copy back was, that is taken to be as fast as the way
-    out; while no prefill was, it recomputes. Copies that overlap with steps count in full.
+    Mode `auto` takes the smaller time by measured rates; the other modes are fixed. To obtain measurements,
+    `auto` swaps while no copy out was measured. While no copy back was measured, it is assumed as fast as the
+    copy out. While no prefill was measured, `auto` recomputes. Copies that overlap with steps count in full.
 
     Args:
         mode: recompute, swap or auto.
-        block_bytes: of a block; 0: not known, then auto recomputes.
-        rates: of copies.
+        block_bytes: bytes of a block; 0: unknown, and `auto` recomputes.
+        rates: returns the measured rates of copies.
     """
 
     def __init__(self, mode: str, block_bytes: int, rates: Rates) -> None:
@@ -32,13 +32,13 @@ class PreemptionCost:
         self._tokens = self._seconds = 0.0
 
     def on_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a step that computed this many prompt tokens."""
+        """Records a step that computed `num_tokens` prompt tokens in `seconds`."""
         if num_tokens > 0 and seconds > 0:
             self._tokens = self._tokens * FADE + num_tokens
             self._seconds = self._seconds * FADE + seconds
 
     def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to move `num_blocks` blocks rather than to compute `num_tokens` tokens again."""
+        """Returns whether to swap `num_blocks` blocks rather than recompute `num_tokens` tokens."""
         if self._mode != "auto":
             return self._mode == "swap"
         if not self._tokens or not self._block_bytes:

@@ -1,4 +1,4 @@
-"""QueuePolicy: the order in which waiting requests are admitted, and who may take a running one's place."""
+"""QueuePolicy: the order in which waiting requests are admitted, and which may preempt a running one."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from quire.core.policies.ranked_requests import RankedRequests
 from quire.core.request import Request
 
 TOKENS_PER_AGEING = 1000
-"""shortest_first: tokens of work that `ageing_s` seconds of waiting outweigh."""
+"""shortest_first: tokens of work that count as much as `ageing_s` seconds of waiting."""
 MAX_EXPECTED_OUTPUT = 1024
-"""shortest_first: more output than this is not expected of any request, nor less where none is stated."""
+"""shortest_first: cap on the expected output tokens, and the expectation for a request that states no
+limit."""
 PREFIX_WINDOW = 64
-"""longest_prefix: how many of the oldest requests are ordered among themselves."""
+"""longest_prefix: number of the oldest requests that are sorted together."""
 PREFIX_WALKS = 32
-"""longest_prefix: most calls of `cached_tokens` per candidates()."""
+"""longest_prefix: most calls of `cached_tokens` in one candidates()."""
 MAX_IDLE_TENANTS = 4096
-"""fair: tenants without waiting requests whose counters are remembered."""
+"""fair: number of tenants without waiting requests whose counters are kept."""
 OUTPUT_WEIGHT = 2
-"""fair: service that an output token is, in tokens of a prompt (as in arXiv 2401.00588)."""
+"""fair: service of an output token relative to a prompt token (as in arXiv 2401.00588)."""
 
 
 class QueuePolicy(ABC):
-    """The waiting requests. A request is in the queue from push() to remove().
+    """Holds the waiting requests, each from push() to remove().
 
-    The first push gives a request its `rank`: (key, arrival sequence number), fixed from then on, smaller is
-    served earlier. It is what preempted requests return by and what decides which is preempted. Where no rule
-    says otherwise the key is 0 and the rank is the order of arrival at the engine.
+    The first push gives a request its `rank`: (key, arrival sequence number). The rank never changes; a
+    smaller one is served earlier. Preempted requests return to the place of their rank, and the rank decides
+    which request is preempted. Without another rule the key is 0, so that ranks follow the order of arrival
+    at the engine.
 
-    Calls the scheduler owes, beside push and remove: on_admitted() for each request that begins to run, after
-    it was removed and its cached prefix is known; on_left() for each that runs no more; on_tokens() for what
-    was computed for it.
+    The scheduler must also call on_admitted() for each request that begins to run, after it was removed and
+    its cached prefix is known; on_left() for each request that stops running; and on_tokens() for the tokens
+    computed for it.
     """
 
     preempts: bool = False
-    """Whether an urgent waiting request may take the place of a less urgent running one."""
+    """Whether an urgent waiting request may preempt a less urgent running one."""
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[Request, int]] = {}  # with the tokens it had when it was pushed
@@ -51,16 +53,16 @@ class QueuePolicy(ABC):
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """The waiting requests, in no order worth relying on."""
+        """Iterates over the waiting requests in an unspecified order."""
         return (request for request, _ in self._requests.values())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests here, as known when they were pushed."""
+        """Number of tokens in all waiting requests, as known when each was pushed."""
         return self._num_tokens
 
     def push(self, request: Request) -> None:
-        """Adds a new request, or a preempted one, which returns to the place its rank says; O(log n)."""
+        """Adds a new request, or returns a preempted one to the place of its rank; O(log n)."""
         assert request.request_id not in self._requests, request
         if request.rank[1] == 0:
             number = next(self._arrivals)
@@ -72,38 +74,39 @@ class QueuePolicy(ABC):
         self._insert(request)
 
     def remove(self, request: Request) -> None:
-        """Takes out a request, admitted or ended, wherever it is; O(log n) amortised."""
+        """Removes a request that was admitted or has ended; O(log n) amortised."""
         _, num_tokens = self._requests.pop(request.request_id)
         self._num_tokens -= num_tokens
         self._discard(request, num_tokens)
 
     @abstractmethod
     def candidates(self, now: float) -> Generator[Request, None, None]:
-        """Requests that may be admitted, best first.
+        """Yields requests that may be admitted, best first.
 
-        The caller may remove() the request it was given last, and then calls on_admitted(); it may pass over
-        requests, and may stop early. It changes nothing else meanwhile.
+        The caller may remove() the request it got last and then call on_admitted(), may pass over requests,
+        and may stop early. It must change nothing else meanwhile.
 
         Args:
-            now: seconds, of the clock of `Request.arrival_time`.
+            now: seconds, on the clock of `Request.arrival_time`.
         """
 
     def may_preempt(self, waiting: Request, running: Request) -> bool:
-        """Whether `waiting` may take the place of `running`: a strict partial order."""
+        """Returns whether `waiting` may preempt `running`: a strict partial order."""
         return False
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Requests, and tokens of them, expected to begin before a new one that is not pushed yet."""
+        """Returns the number of requests, and of their tokens, expected to begin before a request that is not
+        pushed yet."""
         return len(self._requests), self._num_tokens
 
     def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:  # noqa: B027
-        """Service given: input tokens computed, output tokens sampled."""
+        """Records service for a request: input tokens computed and output tokens sampled."""
 
     def on_admitted(self, request: Request) -> None:  # noqa: B027
-        """The request begins to run."""
+        """Records that the request begins to run."""
 
     def on_left(self, request: Request) -> None:  # noqa: B027
-        """The request, which was running, was preempted or has ended."""
+        """Records that a running request was preempted or has ended."""
 
     def _key(self, request: Request) -> float:
         return 0.0
@@ -116,18 +119,19 @@ class QueuePolicy(ABC):
 
 
 class FCFSQueue(QueuePolicy):
-    """Order of rank, which is that of arrival here and something else in the subclasses.
+    """Serves requests in the order of rank: first come, first served, unless a subclass defines another key.
 
-    Requests of a tenant that runs as many as it may are parked as they come up, and return one by one as its
-    running requests leave: however many it has waiting, they cost the others nothing. So a tenant with
-    parked requests either may not run another one, or has as many requests in line as it may start.
+    Requests of a tenant at its limit of running requests are parked when they reach the front. They return
+    one by one as the tenant's running requests leave, so a tenant's long queue costs the others nothing.
+    Hence a tenant with parked requests either may not run another one, or has as many requests in line as it
+    may start.
 
     candidates(): O(k log n) for k requests looked at.
 
     Args:
-        may_run: whether the tenant of a request may have one more running.
-        cached_tokens: how many tokens at the beginning of a request the cache holds now.
-        ageing_s: seconds of waiting that the subclass weighs; 0: no ageing.
+        may_run: returns whether the tenant of a request may have one more running.
+        cached_tokens: returns how many tokens at the beginning of a request the cache holds now.
+        ageing_s: seconds of waiting that subclasses weigh; 0: no ageing.
     """
 
     def __init__(
@@ -183,17 +187,20 @@ class FCFSQueue(QueuePolicy):
 
 
 class PriorityQueue(FCFSQueue):
-    """Classes, smaller more urgent, with linear ageing: `ageing_s` seconds of waiting are worth one class.
+    """Serves smaller priority classes first, with linear ageing: `ageing_s` seconds of waiting count as one
+    class.
 
     Two waiting requests age alike, so their order never changes: the key is priority * ageing_s + arrival.
-    With ageing_s = 0 the key is the class, and a class starves while more urgent ones fill the machine.
+    With ageing_s = 0 the key is the class, and a class starves while more urgent requests keep the engine
+    full.
 
     may_preempt(w, r) holds if w is of a more urgent class and of smaller rank. Both are strict orders, so
     this is one. If only such a w preempts a request, or for memory only one of smaller rank, there is
     - no livelock: the unfinished request of smallest rank is never preempted, so it ends;
-    - no starvation with ageing: what arrives more than 200 * ageing_s after r (classes are in [-100, 100])
-      has a larger rank than r, so finitely many are ever ahead of r, and r becomes the one of smallest rank.
-    A request that has aged past newer urgent ones is safe from them, waiting and running.
+    - no starvation with ageing: a request that arrives more than 200 * ageing_s after r has a larger rank
+    than r (classes are in [-100, 100]). So finitely many are ever ahead of r, and r becomes the one of
+    smallest rank.
+    A request that has aged past newer urgent ones is not preempted by them, whether waiting or running.
     """
 
     preempts = True
@@ -207,7 +214,7 @@ class PriorityQueue(FCFSQueue):
         return more_urgent and waiting.rank < running.rank
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Counts requests of its class and of more urgent ones; ageing is left out. O(classes)."""
+        """Counts waiting requests of its own and more urgent classes; ignores ageing. O(classes)."""
         counts = [
             count for priority, count in self._classes.items() if priority <= request.scheduling.priority
         ]
@@ -231,9 +238,11 @@ class PriorityQueue(FCFSQueue):
 
 
 class ShortestFirstQueue(FCFSQueue):
-    """Least work first: uncached prompt tokens, estimated on arrival, and expected output of all choices.
+    """Serves the least work first: uncached prompt tokens, estimated on arrival, plus expected output of all
+    choices.
 
-    `ageing_s` seconds of waiting outweigh TOKENS_PER_AGEING tokens, so none starves; 0: some may.
+    `ageing_s` seconds of waiting count as much as TOKENS_PER_AGEING tokens, so no request starves; with 0
+    some may.
     """
 
     def _key(self, request: Request) -> float:
@@ -246,12 +255,13 @@ class ShortestFirstQueue(FCFSQueue):
 
 
 class LongestPrefixQueue(FCFSQueue):
-    """Most cached tokens first (SGLang's LPM), among windows of the PREFIX_WINDOW oldest requests.
+    """Serves the most cached tokens first (SGLang's LPM), within windows of the PREFIX_WINDOW oldest
+    requests.
 
-    Those that have waited `ageing_s` go before all others of their window, in order of arrival, so none
-    starves; 0: some may. Cost of candidates() beside FCFS: the sort of each window that is reached, and
-    at most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. What was looked up longest ago
-    is looked up first, so in the first window, where it matters, no length is older than two calls.
+    Requests that have waited `ageing_s` go before all others of their window, in order of arrival, so none
+    starves; with 0 some may. Beyond FCFS, candidates() costs the sort of each window it reaches and at most
+    PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. The oldest look-ups are renewed first,
+    so in the first window no prefix length is older than two calls.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -290,7 +300,7 @@ class _Account:
         self.tenant = tenant
         self.number = number
         self.counter = 0.0
-        """Service of the tenant in weighted tokens per weight."""
+        """Service that the tenant has received: weighted tokens divided by the tenant's weight."""
         self.queue = RankedRequests()
         self.in_heap = False
 
@@ -298,21 +308,20 @@ class _Account:
 class FairQueue(QueuePolicy):
     """Virtual Token Counter (arXiv 2401.00588, algorithm 2): the tenant with the least service is next.
 
-    Service is prompt tokens that were not cached + OUTPUT_WEIGHT * output tokens, divided by the tenant's
-    weight. Prompts are charged whole when first admitted, so that one step cannot admit all of
-    one tenant; what is computed again after a preemption is not the tenant's fault and costs it nothing.
-    Within a tenant requests go in order of arrival. A tenant that begins to wait is lifted to the least
-    counter of those waiting, or if none is to that of the tenant that left the queue last: idling saves
-    nothing up.
+    Service is uncached prompt tokens + OUTPUT_WEIGHT * output tokens, divided by the tenant's weight. A
+    prompt is charged whole at its first admission, so that one step cannot admit only one tenant's requests.
+    Recomputation after a preemption is not charged. Within a tenant, requests go in order of arrival. When a
+    tenant begins to wait, its counter is lifted to the least counter of the waiting tenants; if none waits,
+    to that of the tenant that left the queue last. So an idle tenant saves up no credit.
 
     Bound (section 4 of the paper): between two tenants that have requests waiting all the time, service
-    differs by at most 2 * max(longest prompt, OUTPUT_WEIGHT * M), with M the most tokens of a
-    running batch; with weights, service / weight differs by that over the smaller weight.
+    differs by at most 2 * max(longest prompt, OUTPUT_WEIGHT * M), with M the most tokens of a running batch.
+    With weights, service / weight differs by that over the smaller weight.
 
     push, remove and the next candidate: O(log tenants + log n) amortised. Counters only grow, so a heap of
-    tenants with counters as they were pushed needs repair only at its top. Of tenants that do not wait,
-    MAX_IDLE_TENANTS counters are kept, the latest used: a tenant that is forgotten loses what it owes, as
-    would one that comes under a new name.
+    tenants with counters as they were pushed needs repair only at its top. Of the tenants without waiting
+    requests, the MAX_IDLE_TENANTS most recently used keep their counters. A tenant whose counter is dropped
+    loses its debt, as would a tenant under a new name.
     """
 
     def __init__(self, may_run: Callable[[Request], bool], weight: Callable[[str], float]) -> None:
@@ -343,7 +352,7 @@ class FairQueue(QueuePolicy):
                 heapq.heappush(self._by_counter, entry)
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Counts its tenant's requests and about as many of each other tenant; tokens in proportion."""
+        """Counts the tenant's own requests and about as many of each other tenant; tokens in proportion."""
         account = self._waiting.get(request.scheduling.tenant)
         num_own = 0 if account is None else len(account.queue)
         num_others = len(self._waiting) - (account is not None)
@@ -367,7 +376,7 @@ class FairQueue(QueuePolicy):
         account.counter += service / self._weight(tenant)
 
     def _touch(self, tenant: str) -> _Account:
-        """The account of a tenant that does not wait, made if need be."""
+        """Returns the account of a tenant without waiting requests, creating it if necessary."""
         account = self._idle.get(tenant)
         if account is None:
             account = self._idle[tenant] = _Account(tenant, next(self._numbers))
@@ -377,7 +386,8 @@ class FairQueue(QueuePolicy):
         return account
 
     def _least(self) -> _Account | None:
-        """The waiting tenant with the least counter; its entry is at the top of the heap."""
+        """Returns the waiting tenant with the least counter, whose entry is at the top of the heap; None:
+        none waits."""
         heap = self._by_counter
         while heap:
             counter, number, account = heap[0]
@@ -422,12 +432,12 @@ def make_queue(
     may_run: Callable[[Request], bool] = lambda request: True,
     weight: Callable[[str], float] = lambda tenant: 1.0,
 ) -> QueuePolicy:
-    """The queue that `config.queue_policy` names.
+    """Makes the queue that `config.queue_policy` names.
 
     Args:
-        cached_tokens: how many tokens at the beginning of a request the cache holds now.
-        may_run: whether the tenant of a request may have one more running.
-        weight: share of a tenant, above 0.
+        cached_tokens: returns how many tokens at the beginning of a request the cache holds now.
+        may_run: returns whether the tenant of a request may have one more running.
+        weight: returns a tenant's share, above 0.
     """
     if config.queue_policy == "fair":
         return FairQueue(may_run, weight)

@@ -9,10 +9,10 @@ from quire.core.request import Request
 
 
 class RankedRequests:
-    """Requests of different ranks, the smallest first.
+    """Requests with distinct ranks in a sorted array, the smallest rank first.
 
-    A sorted array: push and remove are a binary search and one move of memory, which 100 000 requests make
-    some 20 us long; a walk costs a binary search per request.
+    push and remove take a binary search and one memory move, some 20 us at 100 000 requests. A walk takes a
+    binary search per request.
     """
 
     def __init__(self) -> None:
@@ -27,25 +27,25 @@ class RankedRequests:
         return index < len(self._requests) and self._requests[index] is request
 
     def push(self, request: Request) -> None:
-        """Adds a request that is not there; its rank must not change while it is."""
+        """Adds a request that is not in the list; its rank must not change while it is."""
         index = bisect.bisect_left(self._ranks, request.rank)
         assert self._ranks[index : index + 1] != [request.rank], request
         self._ranks.insert(index, request.rank)
         self._requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that is there; allowed during a walk."""
+        """Removes a request from the list; allowed during a walk."""
         index = bisect.bisect_left(self._ranks, request.rank)
         assert self._requests[index] is request, request
         del self._ranks[index], self._requests[index]
 
     def pop(self) -> Request:
-        """Takes out the first one."""
+        """Removes and returns the request with the smallest rank."""
         del self._ranks[0]
         return self._requests.pop(0)
 
     def in_order(self) -> Iterator[Request]:
-        """Walks from the smallest rank on; what is removed ahead of the walk is passed over."""
+        """Yields requests in ascending rank; skips those that are removed ahead of the walk."""
         index = 0
         while index < len(self._requests):
             request = self._requests[index]

@@ -1,4 +1,4 @@
-"""Reservation: whether the blocks that a waiting request will need are there."""
+"""Reservation: decides whether the KV cache has room for a waiting request."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from quire.config import SchedulerConfig
 from quire.core.request import FinishReason, Request
 
 BlocksFor = Callable[[Request, int], int]
-"""Blocks that one sequence of a request lacks to hold a number of tokens; of a waiting one, all it needs."""
+"""Returns the blocks that one sequence of a request still needs to hold a number of tokens; all of them if it
+waits."""
 
 WINDOW = 1000
-"""predicted: ended requests whose output lengths are remembered."""
+"""predicted: number of ended requests whose output lengths are kept."""
 MIN_HISTORY = 32
-"""predicted: with fewer of them the longest possible output is expected."""
+"""predicted: with fewer ended requests than this, the longest possible output is expected."""
 MARGIN = 0.03
-"""predicted: share of the free blocks kept for outputs that are longer than expected."""
+"""predicted: share of the free blocks reserved for outputs longer than expected."""
 
 
 class Reservation(ABC):
-    """Decides on admissions of one step: begin() once, then try_admit() for one candidate after the other.
+    """Decides on the admissions of one step: begin() once, then try_admit() for each candidate in turn.
 
-    Tokens of a sequence are capped to `max_model_len - 1`: its last one is never in the cache. A request
-    whose choices have not forked yet (`num_sequences` > 1) counts with all of them: they share the full
-    blocks of the prompt, and each other choice has its own copy of the last one per KV group.
-    If nothing runs, a candidate needs room for what it knows and one token only, in one sequence: whatever
-    it takes later it takes from nobody, and choices that find no blocks wait.
+    Tokens of a sequence are capped to `max_model_len - 1`, because its last token is never in the cache. A
+    request whose choices have not forked yet (`num_sequences` > 1) counts with all of them. They share the
+    full blocks of the prompt, and each further choice has its own copy of the last block per KV group. If
+    nothing runs, a candidate needs room only for its known tokens and one more, in one sequence. Later growth
+    then competes with no other request, and choices that find no blocks wait.
 
     Args:
-        max_model_len: most tokens of prompt and output, no more than the pool holds and one.
-        num_groups: KV groups, each with a block table per sequence.
+        max_model_len: most tokens of prompt and output, at most one more than the pool holds.
+        num_groups: number of KV groups, each with a block table per sequence.
     """
 
     def __init__(self, max_model_len: int, num_groups: int) -> None:
@@ -53,11 +54,11 @@ class Reservation(ABC):
         blocks_for: BlocksFor,
         num_held: Callable[[Request], int],
     ) -> None:
-        """Takes in the present state; O(running).
+        """Records the running requests and the free blocks; O(running).
 
         Args:
-            num_free_blocks: those that can be taken now.
-            num_held: blocks in the tables of a running request.
+            num_free_blocks: blocks that can be allocated now.
+            num_held: returns the number of blocks in the tables of a running request.
         """
         requests = list(running)
         self._num_running, self._num_free = len(requests), num_free_blocks
@@ -65,11 +66,11 @@ class Reservation(ABC):
         self._begin(requests)
 
     def try_admit(self, candidate: Request, num_saved_blocks: int = 0) -> bool:
-        """Whether the candidate fits beside what runs and what was admitted since begin(); if so, it counts
-        as admitted from now on.
+        """Returns whether the candidate fits beside the running requests and those admitted since begin(). If
+        so, it counts as admitted.
 
         Args:
-            num_saved_blocks: of its blocks, those that others hold already and that it would share.
+            num_saved_blocks: number of its blocks that it would share with requests that hold them already.
         """
         alone = self._num_running == 0
         first = self._blocks_for(candidate, min(candidate.num_tokens + 1, self._max_slots))
@@ -79,17 +80,17 @@ class Reservation(ABC):
         return True
 
     def on_finished(self, request: Request) -> None:  # noqa: B027
-        """A request has ended with all its output; it has its finish_reason."""
+        """Records a request that ended with all its output; its finish_reason is set."""
 
     @abstractmethod
     def _begin(self, running: list[Request]) -> None: ...
 
     @abstractmethod
     def _try(self, candidate: Request, num_saved_blocks: int, alone: bool) -> bool:
-        """Takes the candidate into account if it fits or is `alone`."""
+        """Admits the candidate if it fits or is `alone`; returns whether it did."""
 
     def _needed(self, request: Request, num_tokens: int) -> int:
-        """Blocks lacking for `num_tokens` tokens in each of its sequences."""
+        """Returns the blocks still needed for `num_tokens` tokens in each of the request's sequences."""
         slots = num_tokens if num_tokens < self._max_slots else self._max_slots
         needed = self._blocks_for(request, slots)
         if request.num_sequences > 1:
@@ -98,22 +99,23 @@ class Reservation(ABC):
         return needed
 
     def _needed_now(self, request: Request) -> int:
-        """Blocks lacking for the tokens it knows and one more, in each of its sequences."""
+        """Returns the blocks still needed for the request's known tokens and one more, in each of its
+        sequences."""
         num_tokens = len(request.token_ids)
         if num_tokens < request.plain_decode_until and request.num_sequences == 1:
             return 0  # as of nearly all running requests, which are asked in every step with a queue
         return self._needed(request, num_tokens + 1)
 
     def _most_tokens(self, request: Request) -> int:
-        """Most tokens of the request that are ever in the cache."""
+        """Returns the most tokens of the request that are ever in the cache."""
         return request.num_prompt_tokens + request.max_output_tokens(self._max_model_len) - 1
 
 
 class OnDemand(Reservation):
-    """Every request has room for the tokens it knows and one more; what comes later may preempt.
+    """Requires room for a request's known tokens and one more; later growth may preempt.
 
-    Admitting against the pool less what the running requests lack keeps a long prompt, which takes its
-    blocks chunk by chunk, from being preempted half way by one that was let in behind it.
+    The running requests' missing blocks are reserved first. So a long prompt, which allocates its blocks
+    chunk by chunk, is not preempted half way by a request admitted after it.
     """
 
     def _begin(self, running: list[Request]) -> None:
@@ -128,7 +130,7 @@ class OnDemand(Reservation):
 
 
 class NoEvict(Reservation):
-    """Every request has room for its longest output, so none is ever preempted for memory."""
+    """Requires room for each request's longest output, so that none is ever preempted for memory."""
 
     def _begin(self, running: list[Request]) -> None:
         self._available = self._num_free
@@ -146,16 +148,16 @@ class NoEvict(Reservation):
 class Predicted(Reservation):
     """The past-future scheduler of LightLLM: the expected peak of memory stays within the pool.
 
-    The output of a request that has g tokens is expected to be as long as the mean of the WINDOW latest
-    outputs longer than g; if none was, to double; never longer than its limit. All running requests grow by a
-    token per step and give their blocks back at their end. The times to the ends are rounded up to a grid
-    with four points per octave, so memory peaks at points of the grid, and a table of the blocks free there
-    is all that is needed: begin is O(running * log WINDOW), try_admit O(log max_model_len).
+    The expected output of a request with g output tokens is the mean of those among the WINDOW latest outputs
+    that are longer than g. If there is none, it is 2 * g. It never exceeds the request's limit. The model
+    lets all running requests grow by a token per step and free their blocks at their end. The times to the
+    ends are rounded up to a grid with four points per octave. So memory peaks at points of the grid, and a
+    table of the free blocks at each point suffices: begin is O(running * log WINDOW), try_admit O(log
+    max_model_len).
 
-    Limits of the model: between two points a request grows linearly; what ends is taken to give back the
-    blocks of all its tokens, also those it shares; prompts still to be computed take no time.
-    Requests that were aborted tell nothing about lengths. When few have ended, those are the short ones:
-    MIN_HISTORY makes this bias small, not zero.
+    Limits of the model: growth between two points is linear; an ending request frees the blocks of all its
+    tokens, even shared ones; prefill takes no time. Aborted requests are left out of the history. After few
+    ends the history is biased to short outputs; MIN_HISTORY makes this bias small, not zero.
     """
 
     def __init__(self, max_model_len: int, num_groups: int) -> None:
@@ -179,7 +181,8 @@ class Predicted(Reservation):
         self._is_new = True
 
     def _remaining(self, done: int, limit: int) -> int:
-        """Tokens that a request with `done` output tokens, and at most `limit` to come, will generate."""
+        """Returns the expected number of further output tokens of a request with `done` of them and at most
+        `limit` to come."""
         lengths, expected = self._lengths, limit
         if len(lengths) >= MIN_HISTORY:
             if self._is_new:
@@ -228,10 +231,11 @@ class Predicted(Reservation):
         return True
 
     def _future(self, request: Request, now: int) -> tuple[int, float]:
-        """Index of the time when it ends, and blocks it takes per step until then.
+        """Returns the index of the grid point at which the request ends, and the blocks per step it takes
+        until then.
 
         Args:
-            now: blocks it lacks for the tokens it knows and one.
+            now: blocks it lacks for its known tokens and one more.
         """
         num_tokens, last = len(request.token_ids), self._most_tokens(request)
         remaining = self._remaining(num_tokens - request.num_prompt_tokens, last + 1 - num_tokens)

@@ -1,4 +1,4 @@
-"""Tenants: on whose account requests run, and what each may use."""
+"""Tenants: enforces each tenant's limits on requests and tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.errors import UnavailableError
 
 DEFAULT_TENANT = "*"
 MAX_IDLE_TENANTS = 10_000
-"""Tenants not named in the configuration, with no requests here, whose quota is remembered."""
+"""Number of unnamed tenants without requests whose quota is kept."""
 
 
 UNLIMITED = TenantLimits()
 
 
 class _Account:
-    """Use of one tenant. `tokens` is the content of its token bucket at `time`; below 0: debt."""
+    """Use of one tenant. `tokens` is the content of its token bucket at `time`; negative: debt."""
 
     __slots__ = ("num_running", "num_waiting", "time", "tokens")
 
@@ -33,18 +33,18 @@ class _Account:
 class Tenants:
     """Limits and use of all tenants.
 
-    A quota is a token bucket that holds a minute's tokens and is refilled continuously. Prompts are charged
-    on arrival, output as it is generated; since the length of an output is not known before, the bucket may
-    go into debt. While it holds less than one token, requests of the tenant are refused.
+    A quota is a token bucket that holds one minute's tokens and is refilled continuously. A prompt is charged
+    on arrival, output as it is generated. An output's length is not known in advance, so the bucket may go
+    into debt. While it holds less than one token, the tenant's requests are refused.
 
-    "*" gives the limits of every tenant that is not named, to each separately; a named one has only the
-    limits it states. Clients may invent names: an unnamed tenant is forgotten when it has no requests here
-    and a full bucket, and the least recently used of those without requests when they are more than
-    MAX_IDLE_TENANTS. That one finds a full bucket again, as would a newly invented name.
+    The entry "*" applies to each tenant that is not named, separately; a named tenant has only the limits it
+    states. Clients may invent names. An unnamed tenant is dropped when it has no requests here and a full
+    bucket. Beyond MAX_IDLE_TENANTS tenants without requests, the least recently used is dropped. It returns
+    with a full bucket, as a newly invented name would.
 
-    All methods are O(1). For each request the scheduler calls check_arrival and then, if it is queued,
-    on_arrival; on_admitted when it begins to run and on_left when it runs no more; on_waiting when it returns
-    to the queue and on_not_waiting when it ends there; on_tokens for each output token.
+    All methods are O(1). The scheduler calls check_arrival for each request, and on_arrival if it is queued;
+    on_admitted when it begins to run and on_left when it stops running; on_waiting when it returns to the
+    queue and on_not_waiting when it ends there; on_tokens for each output token.
 
     Args:
         named: the configuration key `tenants`.
@@ -60,23 +60,23 @@ class Tenants:
         return self._named.get(tenant, self._default)
 
     def weight(self, tenant: str) -> float:
-        """Share of the tenant, above 0."""
+        """Returns the tenant's share, above 0."""
         return self.limits(tenant).weight
 
     def tokens_left(self, tenant: str, now: float) -> float:
-        """Tokens in the tenant's bucket, negative in debt; infinity without a quota."""
+        """Returns the tokens in the tenant's bucket, negative in debt; infinity without a quota."""
         limits = self.limits(tenant)
         if limits.tokens_per_minute is None:
             return math.inf
         return self._refilled(self._find(tenant, limits), limits.tokens_per_minute, now)
 
     def check_arrival(self, request: Request, now: float) -> None:
-        """Changes nothing.
+        """Raises if the tenant's limits refuse a new request; changes nothing.
 
         Raises:
-            UnavailableError: the tenant's quota is used up, or as many of its requests wait as may; names the
-                tenant and the limit. `retry_after_s` is when the bucket holds a token again, if nothing
-                more is charged until then.
+            UnavailableError: the tenant's quota is used up, or its limit of waiting requests is reached;
+                names the tenant and the limit. `retry_after_s` is when the bucket holds a token again, if
+                nothing more is charged until then.
         """
         tenant = request.scheduling.tenant
         limits = self._limits_of(request)
@@ -97,35 +97,35 @@ class Tenants:
                 )
 
     def may_run(self, request: Request) -> bool:
-        """Whether the tenant may have one more request running."""
+        """Returns whether the tenant may have one more request running."""
         limits = self._limits_of(request)
         if limits.max_running is None:
             return True
         return self._find(request.scheduling.tenant, limits).num_running < limits.max_running
 
     def on_arrival(self, request: Request, now: float) -> None:
-        """A new request was queued: it waits, and its prompt is charged."""
+        """Records that a new request was queued, and charges its prompt."""
         self._count(request, 0, 1)
         self.on_tokens(request, request.num_prompt_tokens, now)
 
     def on_admitted(self, request: Request) -> None:
-        """A waiting request begins to run."""
+        """Records that a waiting request begins to run."""
         self._count(request, 1, -1)
 
     def on_left(self, request: Request) -> None:
-        """A running request was preempted or has ended."""
+        """Records that a running request was preempted or has ended."""
         self._count(request, -1, 0)
 
     def on_waiting(self, request: Request) -> None:
-        """A preempted request is in the queue again."""
+        """Records that a preempted request is in the queue again."""
         self._count(request, 0, 1)
 
     def on_not_waiting(self, request: Request) -> None:
-        """A waiting request has ended."""
+        """Records that a waiting request has ended."""
         self._count(request, 0, -1)
 
     def on_tokens(self, request: Request, num_tokens: int, now: float) -> None:
-        """Charges tokens; also for a request that has just left."""
+        """Charges tokens to the request's tenant, even if the request has just left."""
         tenant = request.scheduling.tenant
         limits = self._limits_of(request)
         if limits.tokens_per_minute is None:
@@ -147,7 +147,7 @@ class Tenants:
         return min(float(tokens_per_minute), account.tokens + refill)
 
     def _find(self, tenant: str, limits: TenantLimits) -> _Account:
-        """The account of a tenant; a new one, not kept yet, if nothing is remembered."""
+        """Returns the account of a tenant; if there is none, a new one that is not stored yet."""
         return self._accounts.get(tenant) or self._idle.get(tenant) or _Account(limits)
 
     def _count(self, request: Request, running: int, waiting: int) -> None:
