@@ -1,7 +1,7 @@
 """AdapterRegistry: the LoRA adapters that an engine knows, by name, and their weights in host memory.
 
-Directories are read by a thread of its own, so that no step waits for them; all else is of the engine's
-thread.
+A separate thread reads the directories, so that no step waits for them. All other work is done on the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -39,48 +39,49 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 MAX_ADAPTERS = 1024
-"""That an engine knows."""
+"""Most adapters that an engine knows."""
 READ_WAIT_S = 0.01
-"""Longest wait for weights before the engine looks for messages again, when there is nothing to compute."""
+"""Seconds that an engine with nothing to compute waits for weights before it looks for messages again."""
 MAX_PENDING = 64
-"""Commands that wait for their directories to be read, or for requests to end."""
+"""Most commands that wait for their directories to be read or for requests to end."""
 
 Answer = Callable[[dict[str, Any] | QuireError], None]
-"""Takes what a command came to."""
+"""Receives the result or the error of a command."""
 
 
 class AdapterRegistry:
-    """LoRA adapters that requests may name, with their weights.
+    """Holds the LoRA adapters that requests may name, and their weights.
 
     Args:
         info: the runner's `RunnerInfo`.
         saved: adapters of an engine that died; None: there was none, and those of the configuration are read.
 
     Raises:
-        CheckpointError: an adapter of the configuration cannot be read. (A dead engine's adapter that
-            cannot be read is missing instead: the requests that name it end, others go on.)
+        CheckpointError: an adapter of the configuration cannot be read. (A dead engine's adapter that cannot
+            be read is recorded as missing instead. The requests that name it end, and others continue.)
     """
 
     def __init__(self, config: AdapterConfig, info: RunnerInfo, saved: SavedAdapters | None = None) -> None:
         self._config, self._info = config, info
         self._by_name: dict[str, Adapter] = {}
         self._missing: dict[str, tuple[SavedAdapter, str]] = {}
-        """Adapters of a dead engine that are not here, and why."""
+        """Adapters of a dead engine that could not be read, and why."""
         self._weights: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
-        """The least recently used first."""
+        """Weights in host memory, the least recently used first."""
         self._numbers = itertools.count(1)
         self._pool = ThreadPoolExecutor(1, "quire-adapters") if config.enable_lora else None
         self._reads: dict[Adapter, Future[ReadAdapter]] = {}
-        """Reads of weights that are needed again, by adapter, until `poll` takes them in."""
+        """Reads under way of weights that were dropped and are needed again, by adapter, until `poll`
+        collects them."""
         self._loads: deque[tuple[LoadAdapter, Path, Answer, Future[ReadAdapter]]] = deque()
         self._drains: list[tuple[Adapter, Answer]] = []
         self.slots = AdapterSlots(config.max_loras, self._find_weights) if config.enable_lora else None
         self.requests: Mapping[str, Request] = {}
-        """Unfinished ones, the scheduler's."""
+        """The scheduler's unfinished requests by id."""
         self.on_done: Callable[[], None] = lambda: None
-        """Called on the thread that reads whenever there is something for `poll`."""
+        """Called on the reading thread whenever `poll` has something to do."""
         self.on_change: Callable[[SavedAdapters], None] = lambda saved: None
-        """Told which adapters there are, whenever that changes."""
+        """Called with the present adapters whenever they change."""
         if saved is None:
             for name, path in config.lora_modules.items():
                 self._add(name, path, self._read(Path(path), None))
@@ -100,17 +101,17 @@ class AdapterRegistry:
                 self._missing[name] = one, reason
 
     def saved(self) -> SavedAdapters:
-        """Returns the adapters for an engine in this one's place: its own, and those that it could not read,
-        as the other engine may."""
+        """Returns the adapters for an engine that replaces this one. They include those that this engine
+        could not read, since the other may."""
         missing = {name: one for name, (one, _) in self._missing.items()}
         present = {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
         return missing | present
 
     def get(self, name: str, digest: str = "") -> Adapter:
-        """The adapter that a new request names.
+        """Returns the adapter that a new request names.
 
         Args:
-            digest: of its content, hexadecimal; empty: any.
+            digest: hexadecimal digest of the content that it must have; empty: any.
 
         Raises:
             InvalidArgumentError: there is none.
@@ -132,7 +133,7 @@ class AdapterRegistry:
         return any(one is adapter for one, _ in self._drains)
 
     def listing(self) -> list[AdapterStatus]:
-        """All adapters, in the order of their names."""
+        """Returns the status of all adapters, in the order of their names."""
         if self.slots is None:
             return []
         counts = {one: [0, 0] for one in self._by_name.values()}
@@ -156,10 +157,10 @@ class AdapterRegistry:
         )
 
     def begin(self, command: LoadAdapter | UnloadAdapter, answer: Answer) -> None:
-        """Carries a command out; `answer` is told what it came to, now or in a later `poll`.
+        """Starts a command. `answer` receives its result or error, now or in a later `poll`.
 
         Raises:
-            InvalidArgumentError, NotFoundError, UnavailableError: it cannot be.
+            InvalidArgumentError, NotFoundError, UnavailableError: the command is refused.
         """
         if self.slots is None or self._pool is None:
             raise InvalidArgumentError("cache_control", "the model has no adapters: enable_lora is not set")
@@ -196,7 +197,7 @@ class AdapterRegistry:
 
     @property
     def has_news(self) -> bool:
-        """Whether `poll` has something to do."""
+        """Returns whether `poll` has something to do."""
         return (
             (bool(self._loads) and self._loads[0][-1].done())
             or any(future.done() for future in self._reads.values())
@@ -204,13 +205,13 @@ class AdapterRegistry:
         )
 
     def wait(self) -> None:
-        """Waits a moment for weights that are being read, if any are."""
+        """Waits at most READ_WAIT_S for weights that are being read; returns at once if none are."""
         if self._reads:
             wait(self._reads.values(), READ_WAIT_S, return_when=FIRST_COMPLETED)
 
     def poll(self) -> list[tuple[Adapter, QuireError]]:
-        """Takes in what was read and who has ended; returns adapters whose weights are not to be had again,
-        and why."""
+        """Processes finished reads and ended requests. Returns the adapters whose weights could not be read
+        again, each with the error."""
         failed = []
         for adapter, future in [one for one in self._reads.items() if one[1].done()]:
             del self._reads[adapter]
@@ -278,7 +279,7 @@ class AdapterRegistry:
             self._weights.popitem(last=False)
 
     def _find_weights(self, adapter: Adapter) -> AdapterWeights | None:
-        """Weights of an adapter that is in host memory; else begins to read them, and returns None."""
+        """Returns an adapter's weights from host memory; None: they are not there, and a read begins."""
         found = self._weights.get(adapter)
         if found is not None:
             self._weights.move_to_end(adapter)
@@ -296,17 +297,17 @@ class AdapterRegistry:
         return read_adapter(path, info.adapter_targets, info.dtype, self._config.max_lora_rank, root)
 
     def _num_users(self, adapter: Adapter) -> int:
-        """How many unfinished requests are computed with an adapter; choices count as one."""
+        """Returns the number of unfinished requests with this adapter; choices count as one."""
         return len({one.group_id for one in self.requests.values() if one.adapter is adapter})
 
     def drop_weights(self) -> None:
-        """Gives back the memory of all weights: the engine sleeps, and reads them again."""
+        """Frees the memory of all weights, because the engine goes to sleep; they are read again later."""
         self._weights.clear()
         if self.slots is not None:
             self.slots.clear()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the reading thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

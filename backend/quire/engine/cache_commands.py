@@ -1,4 +1,4 @@
-"""Commands to the engine beside generation (`cache_control`): what a client may send, and their check."""
+"""Commands to the engine other than generation (`cache_control`), and the parser of clients' commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.request.scheduling_params import MAX_NAME_LENGTH
 
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_PROFILE_STEPS = 2000
-"""An answer holds about 1.5 kB for each."""
+"""Most steps in a profile; each takes about 1.5 kB of the answer."""
 MAX_PROFILE_S = 600.0
 MAX_PATH_LENGTH = 4096
 
@@ -41,18 +41,21 @@ class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="health"):
-    """Whether steps get done; where there is nothing to do the engine computes a token of its own.
+    """Checks that steps are computed; an idle engine computes a token of its own.
 
-    It tells nothing of the cache: allowed also where cache commands are not."""
+    The answer contains nothing of the cache, so this is allowed even if cache commands are not.
+    """
 
 
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="requests"):
-    """The list of running and waiting requests (`core/request_list.py`): those of `tenant`, or `all`.
+    """Lists the running and waiting requests (`core/request_list.py`) of `tenant`, or `all`.
 
-    A client sees its own tenant's also where cache commands are not allowed, as it may cancel them."""
+    A client may list its own tenant's requests even if cache commands are not allowed, because it may cancel
+    them.
+    """
 
     tenant: _Name = ""
-    """Empty: that of the request which brings the command."""
+    """Tenant whose requests are listed; empty: the tenant of the request that carries the command."""
     all: bool = False
 
     def __post_init__(self) -> None:
@@ -61,51 +64,55 @@ class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="profile"):
-    """Times the next steps, phase by phase (`engine/profile.py`); the answer comes when they are done.
+    """Records the phases of the next steps (`engine/profile.py`); the answer comes when the recording is
+    over.
 
-    One at a time; whichever comes first, `steps` or `seconds`, ends it."""
+    One recording at a time. It ends at `steps` or `seconds`, whichever comes first.
+    """
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)] = 100
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PROFILE_S)] = 10.0
 
 
 class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="sleep"):
-    """Gives back the memory of weights and KV cache (`EngineCore.sleep`); refused while requests run."""
+    """Frees the memory of weights and KV cache (`EngineCore.sleep`); refused while requests run."""
 
     drain: bool = False
-    """Whether those that there are may finish first; new ones are refused meanwhile."""
+    """Whether present requests may finish first. New ones are refused meanwhile."""
 
 
 class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="wake"):
-    """Takes the memory again; the answer comes when requests can be computed."""
+    """Wakes a sleeping engine; the answer comes when requests can be computed."""
 
 
 class LoadAdapter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="load_adapter"
 ):
-    """Reads a LoRA adapter, which requests may name then; the answer comes when they may.
+    """Loads a LoRA adapter; the answer comes when requests may name it.
 
-    One of a name that is in use is replaced, if nobody uses it or its content is the same."""
+    An existing adapter of the same name is replaced if no request uses it or its content is the same.
+    """
 
     name: _AdapterName
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_LENGTH)]
-    """Path of the adapter's directory, below `lora_root`; a relative path begins there."""
+    """Path of the adapter's directory, below `lora_root`; a relative path starts at `lora_root`."""
 
 
 class UnloadAdapter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unload_adapter"
 ):
-    """Forgets a LoRA adapter; refused while requests use it."""
+    """Unloads a LoRA adapter; refused while requests use it."""
 
     name: _AdapterName
     drain: bool = False
-    """Whether those that there are may finish first; new ones are refused meanwhile."""
+    """Whether present requests may finish first. New ones are refused meanwhile."""
 
 
 class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="adapters"):
-    """The LoRA adapters (`adapters`: a list of AdapterStatus), and `max_loras`.
+    """Lists the LoRA adapters (`adapters`: a list of AdapterStatus), and `max_loras`.
 
-    It tells nothing of requests or of the cache: allowed also where cache commands are not."""
+    The answer contains nothing of requests or the cache, so this is allowed even if cache commands are not.
+    """
 
 
 CacheCommand: TypeAlias = (
@@ -126,11 +133,11 @@ _decoder = msgspec.json.Decoder(CacheCommand)
 
 
 def parse_cache_command(data: bytes) -> CacheCommand:
-    """The command that a client's JSON holds.
+    """Parses a client's command from JSON.
 
     Raises:
-        InvalidArgumentError: too long, not JSON, or no such command; names `cache_control` and repeats
-            nothing of what the client sent.
+        InvalidArgumentError: the text is too long, not JSON, or no known command. The message names
+            `cache_control` and repeats nothing of what the client sent.
     """
     if len(data) > MAX_COMMAND_BYTES:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""EngineClient: a frontend's side of all the engines that serve its model."""
+"""EngineClient: connects a frontend to all the engines that serve its model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ DIED = "the engine process died while it worked on the request"
 
 @dataclass
 class _Command:
-    """A command that some engines have not answered."""
+    """A command that at least one engine has yet to answer."""
 
     is_cancel: bool
     results: dict[EngineLink, CommandResult | None]
-    """Answers of the engines that have it; None: to come."""
+    """Answer of each engine that received the command; None: not answered yet."""
 
     def answer(self) -> CommandResult | None:
-        """Makes one answer of those of all engines; None: one is still to come.
+        """Combines the answers of all engines; None: one is still missing.
 
-        What the only engine says is the answer as it is. Of several, a cancellation succeeds where one had
-        the request; where none had and one died, that is the answer. Any other command fails where one of
-        them fails, and else the answer lists what each says.
+        The answer of a single engine is returned unchanged. With several engines, a cancellation succeeds if
+        one of them had the request; if none had it and one died, the error of that one is returned. Any other
+        command fails if one engine fails, else the answer lists each engine's.
         """
         results = [result for result in self.results.values() if result is not None]
         if len(results) < len(self.results):
@@ -45,12 +45,12 @@ class _Command:
 
 
 class EngineClient:
-    """Takes messages to engines and brings their answers.
+    """Sends messages to engines and receives their answers.
 
-    Each engine has a link of its own, and each request one link from its beginning to its end. Losing a link
-    concerns its own requests alone.
+    Each engine has a link of its own, and each request uses one link from its beginning to its end. The loss
+    of a link affects only its own requests.
 
-    One thread owns the client. Any other may call `wake` and ask for `info` and `is_ready`.
+    One thread owns the client. Other threads may call only `wake`, `info` and `is_ready`.
 
     Args:
         links: to engines of the same model and configuration; at least one.
@@ -59,9 +59,10 @@ class EngineClient:
     def __init__(self, links: Sequence[EngineLink]) -> None:
         self.links = tuple(links)
         self._requests: dict[EngineLink, set[str]] = {link: set() for link in links}
-        """Ids of the open requests of each link: its engine has them, or the next one will."""
+        """Ids of the open requests of each link; its engine has them, or will get them when it is
+        replaced."""
         self._commands: dict[str, _Command] = {}
-        """Commands that are not answered, by token."""
+        """Commands without a full answer yet, by token."""
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -70,15 +71,16 @@ class EngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the model, and limits, as the first engine states them."""
+        """The first engine's model properties and limits."""
         return self.links[0].info
 
     def wake(self) -> None:
-        """Ends a `wait`, or the next one. Called from any thread."""
+        """Ends the present `wait`, or the next one. Any thread may call it."""
         os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, timeout_ms: int) -> None:
-        """Returns when there is something to receive, after `wake`, or after the time; -1: no time."""
+        """Returns when there is something to receive, after `wake`, or after `timeout_ms` milliseconds; -1:
+        no limit."""
         events = dict(self._poller.poll(timeout_ms))
         if self._wake_fd in events:
             os.eventfd_read(self._wake_fd)
@@ -86,22 +88,22 @@ class EngineClient:
             link.look(events)
 
     def send(self, request: AddRequest) -> None:
-        """Hands a request to the engine that has it, or chooses one for it.
+        """Sends a request to the engine that has it, or to one chosen for it.
 
         Raises:
-            UnavailableError: there is no engine; says why, and when there may be one.
+            UnavailableError: no engine is running; says why, and when to retry if known.
         """
         link = self.link_of(request.request_id) or self._choose_link()
         link.send(request)
         self._requests[link].add(request.request_id)
 
     def _choose_link(self) -> EngineLink:
-        """Chooses the link of a new request: among those with an engine the one with the fewest open
-        requests."""
+        """Returns the link for a new request: the one with the fewest open requests among those with an
+        engine."""
         return min(self.links, key=lambda link: (not link.is_up, len(self._requests[link])))
 
     def link_of(self, request_id: str) -> EngineLink | None:
-        """Returns the link that has an open request; None: no engine was given it."""
+        """Returns the link that has an open request; None: no engine was given the request."""
         return next((link for link, request_ids in self._requests.items() if request_id in request_ids), None)
 
     def requests_of(self, link: EngineLink) -> AbstractSet[str]:
@@ -109,23 +111,23 @@ class EngineClient:
         return self._requests[link]
 
     def forget(self, request_id: str) -> None:
-        """Ends what is known of a request that is open no longer."""
+        """Forgets a request that is no longer open."""
         for request_ids in self._requests.values():
             request_ids.discard(request_id)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None:
-        """Ends open requests, or single choices of them ("<request id>#<index>"), where there is an engine
-        that has them."""
+        """Ends open requests, or single choices ("<request id>#<index>"); skips those whose engine is not
+        running."""
         for link, own in self._requests.items():
             found = [request_id for request_id in request_ids if request_id.partition("#")[0] in own]
             if found:
                 link.abort(found, reason)
 
     def command(self, message: CancelByExternalId | Control) -> None:
-        """Hands a command to the engines. One CommandResult answers it, when all have.
+        """Sends a command to the engines. One CommandResult is received when all have answered.
 
-        A cancellation goes to the engines that there are: requests of the others are paused here. Any other
-        command is for all engines, and where one is missing none gets it.
+        A cancellation goes to the running engines; requests of the others are paused in this frontend. Any
+        other command needs all engines, and if one is missing, none gets it.
 
         Raises:
             UnavailableError: as `send`.
@@ -141,17 +143,18 @@ class EngineClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is an engine."""
+        """Returns whether at least one engine is running."""
         return any(link.is_up for link in self.links)
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is an engine that is not overdue. Called from any thread; asks nobody."""
+        """Whether at least one engine runs and is not overdue. Any thread may read it; it sends no
+        message."""
         return any(link.is_ready for link in self.links)
 
     @property
     def next_check(self) -> float:
-        """When `check` is to be called; inf: not as long as nothing is sent."""
+        """When `check` must be called next; inf: not before something is sent."""
         return min(link.next_check for link in self.links)
 
     def check(self) -> None:
@@ -160,8 +163,9 @@ class EngineClient:
             link.check()
 
     def receive(self) -> list[Answer]:
-        """Answers that are there now. `EngineLost` comes after the last ones of an engine that died, and then
-        the ends of its commands, `EngineReplaced`, `EngineGone`, or one after the other."""
+        """Returns the answers that have arrived. After the last answers of an engine that died come
+        `EngineLost`, the results of its commands, and then `EngineReplaced`, `EngineGone`, or one after the
+        other."""
         answers: list[Answer] = []
         for link in self.links:
             for answer in link.receive():
@@ -175,8 +179,7 @@ class EngineClient:
         return answers
 
     def _answer_command(self, link: EngineLink, result: CommandResult) -> list[CommandResult]:
-        """Takes one engine's answer to a command; returns the answer to its sender, once no other is
-        missing."""
+        """Records one engine's answer to a command; returns the combined answer once none is missing."""
         command = self._commands.get(result.token)
         if command is None or command.results.get(link, result) is not None:
             return []
@@ -188,6 +191,6 @@ class EngineClient:
         return [answer]
 
     def close(self) -> None:
-        """Takes leave of the engines, and of those that are still being started as soon as they are there."""
+        """Says goodbye to the engines; engines that are still starting are left as soon as they are up."""
         for link in self.links:
             link.close()

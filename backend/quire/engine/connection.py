@@ -29,7 +29,8 @@ logger = logging.getLogger("quire")
 
 HELLO_TIMEOUT_S = 30.0
 THAWED_S = 1.0
-"""How long an engine must be seen to be overdue: after all processes were frozen it is for a moment."""
+"""Seconds that an engine must be seen overdue before it is killed. After all processes were frozen, a healthy
+engine seems overdue for a moment."""
 CONNECT_ATTEMPTS = 3
 
 
@@ -38,13 +39,13 @@ class EngineEndedError(UnavailableError):
 
 
 def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[EngineConnection, EngineInfo]:
-    """Registers this process with the supervisor's engine, which is started if there is none.
+    """Connects and registers this process with the supervisor's engine, which is started if there is none.
 
-    An engine whose last frontend has just left ends without a look at who comes: another one takes its place.
-    One that is stuck is killed for that: if it has no other frontend, nobody else watches it.
+    An engine whose last frontend has just left ends without accepting new frontends; another one is started.
+    A stuck engine is killed here, because without another frontend no process watches it.
 
     Raises:
-        QuireError: none can be started (`EngineSupervisor.ensure`), or the running one does not answer.
+        QuireError: no engine can be started (`EngineSupervisor.ensure`), or the running one does not answer.
     """
     watchdog_s = supervisor.config.scheduler.watchdog_s
     for attempts_left in reversed(range(CONNECT_ATTEMPTS)):
@@ -66,17 +67,18 @@ def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[En
 
 
 def _is_busy(address: EngineAddress) -> bool:
-    """Whether an engine is at something that it may still take time for, such as a long step for others."""
+    """Returns whether the engine is within the time it may take for its present work, such as a long step for
+    others."""
     heartbeat = address.heartbeat()
     return heartbeat is not None and time.monotonic() <= heartbeat.read()[1] < math.inf
 
 
 class EngineConnection:
-    """One DEALER socket plus a pidfd of the engine, which becomes readable the moment the engine ends.
+    """Holds one DEALER socket and a pidfd of the engine, which becomes readable when the engine ends.
 
     Args:
         context: the frontend's ZeroMQ context.
-        address: which engine.
+        address: the engine to connect to.
     """
 
     def __init__(self, context: zmq.Context[Any], address: EngineAddress) -> None:
@@ -122,12 +124,12 @@ class EngineConnection:
         self.socket.send(encoder.encode(message))
 
     def kill(self) -> None:
-        """Ends the engine's process, even one that is stopped."""
+        """Kills the engine's process, even if it is stopped (SIGSTOP)."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def receive(self) -> list[EngineMessage]:
-        """All messages that are there now; never blocks."""
+        """Returns all messages that have arrived; never blocks."""
         messages: list[EngineMessage] = []
         while True:
             try:
@@ -137,7 +139,8 @@ class EngineConnection:
             messages.append(engine_message_decoder.decode(frame))
 
     def close(self, *, goodbye: bool) -> None:
-        """Closes once, however often it is called: a closed descriptor's number is soon another's."""
+        """Closes the socket and the descriptor once; later calls do nothing, since another file may have the
+        number by then."""
         if self.pidfd < 0:
             return
         if goodbye:

@@ -1,7 +1,7 @@
-"""EngineCore: requests in, token deltas out, one step at a time.
+"""EngineCore: takes requests and returns token deltas, one step at a time.
 
-Owned by one thread. It knows neither sockets nor text: `engine/loop.py` puts it into a process of its
-own, `quire.LLM` runs it in the caller's.
+One thread owns it. It knows neither sockets nor text: `engine/loop.py` runs it in a process of its own,
+`quire.LLM` in the caller's process.
 """
 
 from __future__ import annotations
@@ -70,26 +70,27 @@ from quire_common.host_memory import resident_bytes
 logger = logging.getLogger("quire")
 
 LOAD_WAIT_S = 0.05
-"""Longest wait for a KV tier before the engine looks for messages again, when there is nothing to compute."""
+"""Seconds that an engine with nothing to compute waits for a KV tier before it looks for messages again."""
 
 
 PROBE_ID = "probe"
-"""Request of a health check's own, which is of no client."""
+"""Id of the request that a health check computes; it belongs to no client."""
 ASLEEP = 'the engine is asleep: cache_control {"command": "wake"} wakes it'
 MAX_FAILED_STEPS = 5
-"""Failed steps in a row that end the engine: whatever the reason is, it lasts, and a new process may help."""
+"""Number of failed steps in a row after which the engine ends: the cause persists, and a new process may
+help."""
 
 
 class EngineCore:
-    """Scheduler and executor joined by `step`.
+    """Joins the scheduler and the executor by `step`.
 
     Args:
         config: the engine's configuration.
-        executor: computes the steps; None makes one of the configuration.
-        saved: the adapters of an engine that died, which this one goes on for; None: there was none.
+        executor: computes the steps; None: one is made from the configuration.
+        saved: the adapters of a dead engine that this one replaces; None: there was none.
 
     Raises:
-        QuireError: it cannot start; says why.
+        QuireError: the engine cannot start; says why.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class EngineCore:
             events=self._events,
         )
         self.fingerprint = _fingerprint(config, info, executor.kv_cache.block_bytes)
-        """Stands for all that decides the bits of keys and values; empty where nobody needs it."""
+        """Fingerprint of everything that decides the bits of keys and values; empty: not needed."""
         self.tiers = make_tiers(cache, executor.kv_cache, self.fingerprint)
         executor.attach(self.tiers)
         self.adapters = AdapterRegistry(config.adapters, info, saved)
@@ -135,12 +136,12 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
-        """Steps that computed something, since start."""
+        """Number of steps since start that computed something."""
         self.observer = StepObserver(self.scheduler, info)
         self._num_failures = 0
-        """Number of latest steps in a row that failed."""
+        """Number of steps that have failed in a row up to now."""
         self._rest = ""
-        """Why requests are refused: the engine is asleep, or to be; empty: it is awake."""
+        """Why requests are refused: the engine is asleep, or about to sleep; empty: it is awake."""
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
 
@@ -162,17 +163,19 @@ class EngineCore:
         """Queues a request; it takes part in the next step if there is room.
 
         Args:
-            num_deaths: of engines that had it; above 0 it goes on, whatever the queue's limits are.
-            outputs: tokens that open choices had from the engine before; None: it told of none.
+            num_deaths: number of engines that died with it; above 0 it continues, whatever the queue's limits
+                are.
+            outputs: tokens so far of each open choice; None: no output was reported.
             adapter: name of the LoRA adapter; empty: none.
-            adapter_digest: hexadecimal, of the content that a request which goes on needs; empty: any.
+            adapter_digest: hexadecimal digest of the adapter's content that a continued request needs; empty:
+                any.
 
         Raises:
             InvalidArgumentError: no adapter of that name and content (field `lora_name`), empty prompt, token
-                id outside the vocabulary, prompt longer than max_model_len or (refused by the scheduler) than
-                the KV cache can ever hold.
-            UnavailableError: the queue is full, or the engine asleep. What goes on is let in as long as it
-                does not sleep yet: nobody could know of it who asked for that.
+                id outside the vocabulary, or a prompt longer than max_model_len or (refused by the scheduler)
+                than the KV cache can ever hold.
+            UnavailableError: the queue is full, or the engine is asleep. A continued request is accepted
+                until the engine actually sleeps, because whoever asked for sleep could not know of it.
         """
         if self.is_asleep or (self._rest and not num_deaths):
             raise UnavailableError(self._rest)
@@ -213,7 +216,7 @@ class EngineCore:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED
     ) -> list[EngineCoreOutput]:
-        """Ends requests in whatever phase they are; their blocks are free on return."""
+        """Ends requests in any state; their blocks are free on return."""
         return self.scheduler.abort(request_ids, reason)
 
     @property
@@ -225,24 +228,24 @@ class EngineCore:
         return self._num_failures >= MAX_FAILED_STEPS
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
-        """Plans and launches a step, and accounts the oldest; returns what that brought.
+        """Plans and launches a step, processes the oldest step in flight, and returns its outputs.
 
         Args:
-            meanwhile: called while another thread computes, with what tells when that is done;
-                it may add and abort requests and look into the cache.
+            meanwhile: called while another thread computes, with the future of its work. It may add and abort
+                requests and inspect the cache.
 
-        Where the executor takes several steps, one is launched before the oldest is waited for. Sampled
-        tokens stay on the device then, where the next step takes them from, and the host learns of them
-        later: a request that ends has a row more, whose result is dropped, and one that arrives waits for
-        all steps under way.
+        If the executor allows several steps in flight, a new one is launched before the oldest is waited for.
+        Sampled tokens then stay on the device for the next step, and the host learns of them later. So a
+        request that ends has one row too many, whose result is dropped, and a new request waits for all steps
+        in flight.
 
-        An exception of the runner ends every request of the steps under way with an error and leaves the
-        engine able to go on: the rows are dropped from the runner with the next step.
+        An exception of the runner ends every request in the steps in flight with an error. The engine can
+        continue: the next step drops their rows from the runner.
 
         Raises:
             WorkerLostError: no worker is left to compute.
-            EngineError: MAX_FAILED_STEPS steps in a row have failed. It and any other exception mean that
-                this engine is of no use any more; its requests are still open.
+            EngineError: MAX_FAILED_STEPS steps in a row have failed. After this or any other exception the
+                engine is unusable; its requests are still open.
         """
         if self._is_broken:
             raise EngineError(f"the latest {self._num_failures} steps of the engine have all failed")
@@ -300,7 +303,8 @@ class EngineCore:
         return self.scheduler.update(planned, result)
 
     def _fail(self, error: BaseException) -> list[EngineCoreOutput]:
-        """A step has failed, and with it all that are in flight: each rests on those before it."""
+        """Fails the present step and all steps in flight, since each depends on earlier ones; returns the
+        last outputs."""
         self._num_failures += 1
         steps, oldest = len(self._in_flight), self._in_flight[0]
         request_ids = [row.request_id for row in oldest.scheduled]
@@ -315,10 +319,11 @@ class EngineCore:
         return self.scheduler.fail(message)
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
-        """Looks into the cache, or empties it; running requests are not disturbed. For `Profile` there is
-        `StepObserver.begin_profile`, for commands that change the adapters `AdapterRegistry.begin`.
+        """Executes a command that inspects or empties the cache; running requests are not disturbed.
+        `Profile` is handled by `StepObserver.begin_profile`, commands that change adapters by
+        `AdapterRegistry.begin`.
 
-        A healthy engine that has requests finishes steps: `num_finished_steps` moves.
+        In a healthy engine with requests, `num_finished_steps` keeps increasing.
         """
         match command:
             case Health():
@@ -356,27 +361,28 @@ class EngineCore:
 
     @property
     def is_resting(self) -> bool:
-        """Whether requests are refused: it is asleep, or about to sleep."""
+        """Whether requests are refused because the engine is asleep or about to sleep."""
         return bool(self._rest)
 
     def begin_sleep(self, command: Sleep) -> None:
-        """Refuses requests from now on; `sleep` is to follow when there is no work left.
+        """Refuses requests from now on. The caller calls `sleep` when no work is left.
 
         Raises:
-            UnavailableError: there are requests, and they are not to be waited for.
+            UnavailableError: there are requests, and the command does not allow them to finish.
         """
         if self.scheduler.roster.requests.keys() - {PROBE_ID} and not command.drain:
             raise UnavailableError('requests are running or waiting: "drain": true waits for their ends')
         self._rest = self._rest or "the engine is about to sleep"
 
     def sleep(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
-        """Gives back the memory of weights and KV cache until `wake`; the process, its threads and its
-        frontends stay.
+        """Frees the memory of weights and KV cache until `wake`; the process, its threads and its frontends
+        stay.
 
-        Cached prefixes, pins and the host tier are forgotten; what a disk or a connector has is found again.
+        Cached prefixes, pins and the host tier are emptied. Blocks on disk or in a connector are found again
+        later.
 
         Args:
-            meanwhile: called while another thread works, with the future of that.
+            meanwhile: called while another thread works, with the future of that work.
 
         Returns:
             Resident bytes of this process before and after (`resident_bytes_before`, `resident_bytes`).
@@ -396,13 +402,13 @@ class EngineCore:
         return {"resident_bytes_before": before, "resident_bytes": resident_bytes()}
 
     def wake(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
-        """Takes requests again, with the same weights.
+        """Loads the same weights again and accepts requests.
 
         Args:
-            meanwhile: called while another thread works, with the future of that.
+            meanwhile: called while another thread works, with the future of that work.
 
         Raises:
-            QuireError: the weights cannot be loaded; it sleeps on then, and `wake` may be tried again.
+            QuireError: the weights cannot be loaded. The engine stays asleep, and `wake` may be tried again.
         """
         began = time.monotonic()
         if self.is_asleep:
@@ -426,7 +432,7 @@ class EngineCore:
                 self._publisher.publish(batch)
 
     def close(self) -> None:
-        """Ends the threads; what the disk tier still has to write is written."""
+        """Ends the threads, after the disk tier has written its queue."""
         self.executor.close()
         self.adapters.close()
         if self.tiers is not None:
@@ -443,11 +449,11 @@ class EngineCore:
         return self.scheduler.start_trace(self.config.cache, path)
 
     def warm_up(self) -> None:
-        """Computes a prompt and tokens behind it, likeliest and drawn ones, so that no request pays for
-        first use. No block of more than three tokens is filled: nothing of it stays in the cache.
+        """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. It
+        fills no block of more than three tokens, so nothing stays in the cache.
 
-        On a device with graphs the steps of all sizes are recorded before: only then kernels are tuned, and
-        what a step records by itself keeps the kernels that it had.
+        On a device with graphs, steps of all sizes are recorded first, because kernels are tuned only then
+        and a step recorded later keeps the kernels it had.
         """
         self.executor.warm_up()
         num_tokens = max(1, min(self.config.cache.block_size, self.info.max_model_len) - 3)
@@ -470,11 +476,11 @@ class EngineCore:
 
     @property
     def next_expiry(self) -> float:
-        """When a pin or a cached block is next to be given up, on the scheduler's clock; inf: never."""
+        """When the next pin or cached block expires, on the scheduler's clock; inf: never."""
         return self.kv.next_expiry
 
     def _expire(self) -> None:
-        """Ends pins and cached blocks whose time is over: without steps nothing else looks at the clock."""
+        """Releases expired pins and cached blocks; without steps nothing else does."""
         self.kv.expire(self.scheduler.roster.clock())
 
 
@@ -485,10 +491,10 @@ def _wait_for(done: Future[None], meanwhile: Callable[[Future[Any]], None] | Non
 
 
 def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
-    """The executor that a configuration asks for.
+    """Returns the executor for a configuration.
 
     Args:
-        threaded: steps are computed by a thread of their own, so that `step` can do something meanwhile.
+        threaded: whether a separate thread computes the steps, so that `step` can do other work meanwhile.
     """
     runner: Runner
     if stand_in := os.environ.get("QUIRE_TEST_RUNNER"):
@@ -520,7 +526,7 @@ def _publisher(cache: CacheConfig) -> KVEventPublisher | None:
 
 
 def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
-    """The one final output of a request that never ran."""
+    """Returns the only output of a request that never ran: its error."""
     return EngineCoreOutput(
         request_id,
         finish_reason=FinishReason.ERROR.value,

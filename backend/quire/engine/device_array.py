@@ -18,7 +18,7 @@ from quire.engine.shared_array import EmbedsBuffer
 from quire.errors import EngineError, UnavailableError
 
 _CUDA, _FLOAT, _BITS = 2, 2, 32
-"""DLPack: kDLCUDA, kDLFloat."""
+"""DLPack's codes for CUDA memory and floats, and the bits of a float32."""
 
 
 class _DLTensor(ctypes.Structure):
@@ -39,7 +39,8 @@ class _DLTensor(ctypes.Structure):
 
 
 class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
-    """Location of a float32 array; `open` must happen while the writer still holds its DeviceBuffer."""
+    """Location of a float32 array on a GPU. `open` must be called while the writer still holds its
+    DeviceBuffer."""
 
     handle: bytes
     """cudaIpcMemHandle_t, 64 bytes."""
@@ -47,7 +48,7 @@ class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
     shape: tuple[int, int]
 
     def open(self) -> Any:
-        """A torch tensor of its own on the device; the writer may free its memory afterwards.
+        """Returns a copy as a torch tensor on the device; the writer may free its memory afterwards.
 
         Raises:
             UnavailableError: the writer is gone.
@@ -68,14 +69,14 @@ class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
 
 
 class DeviceBuffer(EmbedsBuffer):
-    """The writer's side: an allocation that holds the rows until `close`."""
+    """The writer's side: owns a device allocation with the rows until `close`."""
 
     def __init__(self, capsule: Any, limit: int | None = None) -> None:
         """Copies the tensor of a DLPack capsule ("dltensor") on its device.
 
         Raises:
             EngineError: not a contiguous two-dimensional float32 tensor on a CUDA device, or CUDA failed.
-            UnavailableError: all buffers of this process would hold more than `limit` bytes.
+            UnavailableError: the buffers of this process would together exceed `limit` bytes.
         """
         self._pointer = 0  # what __del__ needs if the next lines fail
         pointer, self.device, self.shape = read_dlpack(capsule)
@@ -93,7 +94,7 @@ class DeviceBuffer(EmbedsBuffer):
 
     @property
     def array(self) -> npt.NDArray[np.float32]:
-        """A copy in main memory, for the hash of the content: the rows themselves do not go this way."""
+        """Returns a copy in main memory, used only to hash the content."""
         host = np.empty(self.shape, dtype=np.float32)
         cudart = _runtime()
         kind = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
@@ -108,7 +109,8 @@ class DeviceBuffer(EmbedsBuffer):
 
 
 def read_dlpack(capsule: Any) -> tuple[int, int, tuple[int, int]]:
-    """Address, device and shape of a contiguous two-dimensional float32 CUDA tensor; else EngineError."""
+    """Returns address, device and shape of a contiguous two-dimensional float32 CUDA tensor; raises
+    EngineError for others."""
     tensor = _dl_tensor(capsule)
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     kind = (tensor.device_type, tensor.code, tensor.bits, tensor.lanes)
@@ -132,14 +134,15 @@ def _runtime() -> Any:
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    """The value of a call of the CUDA runtime: (error, value) or (error,)."""
+    """Returns the value of a CUDA runtime call, whose result is (error, value) or (error,); raises if it
+    failed."""
     if int(result[0]):
         raise EngineError(f"CUDA error {result[0]}")
     return result[1] if len(result) > 1 else None
 
 
 def _tensor_at(pointer: int, shape: tuple[int, int], device: int) -> Any:
-    """A torch tensor over memory on the device that it does not own."""
+    """Returns a torch tensor over device memory that the tensor does not own."""
     import torch
 
     class Memory:

@@ -22,16 +22,16 @@ class RunnerBase(Protocol):
     def kv_cache(self) -> BlockAccess: ...
 
     def attach(self, tiers: KVTiers | None) -> None:
-        """Says where blocks go beside the pool, before the first step."""
+        """Sets the KV tiers that blocks move to and from, before the first step; None: there are none."""
 
     def reset(self) -> None:
-        """Forgets the steps under way: one has failed, and the requests of all end."""
+        """Drops the steps in flight: one has failed, and the requests of all of them end."""
 
     def warm_up(self) -> None:
-        """Does once what goes before requests, recording graphs for example."""
+        """Does the work that must precede requests, such as recording graphs."""
 
     def check(self) -> None:
-        """Raises WorkerLostError where no worker is left to compute."""
+        """Raises WorkerLostError if no worker is left to compute."""
 
     def close(self) -> None: ...
 
@@ -40,48 +40,50 @@ class Runner(RunnerBase, Protocol):
     """Computes steps: `ModelRunner` on its caller's thread, `WorkerGroup` in other processes."""
 
     def launch(self, output: SchedulerOutput) -> None:
-        """Begins a step; what it samples stays on the device for the steps behind it."""
+        """Begins a step; its sampled tokens stay on the device for later steps."""
 
     def sleep(self) -> None:
-        """Gives back the memory of weights and KV cache, of which nothing is in use; `info` stays."""
+        """Frees the memory of weights and KV cache, none of which is in use; `info` stays."""
 
     def wake(self) -> None:
-        """Loads the weights again, makes `kv_cache` anew, and warms up; called again where it failed.
+        """Loads the weights again, makes a new `kv_cache`, and warms up; may be called again after a failure.
 
         Raises:
-            QuireError: what the model was made of is not there any more, or no memory is.
+            QuireError: the checkpoint is gone, or there is not enough memory.
         """
 
     def collect(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was launched; an exception if one of those under way has failed."""
+        """Waits for the oldest launched step and returns its result; raises if a step in flight has
+        failed."""
 
 
 class Executor(RunnerBase, Protocol):
-    """Computes steps for the engine and gives futures of them; a `WorkerGroup`'s ranks are one executor."""
+    """Computes steps for the engine and returns futures. All ranks of a `WorkerGroup` together are one
+    executor."""
 
     depth: int
-    """Steps that may be under way when the oldest is waited for: 1, or more where a device has a queue."""
+    """Most steps in flight when the oldest is waited for: 1, or more on a device with a queue."""
 
     def launch(self, output: SchedulerOutput) -> None:
-        """Takes a step; it is under way at the latest when the next collect() is called."""
+        """Accepts a step, which begins at the latest when collect() is called next."""
 
     def sleep(self) -> Future[None]:
-        """Sleeps as `Runner.sleep` does; called between steps."""
+        """Puts the runner to sleep as `Runner.sleep` does; called between steps."""
 
     def wake(self) -> Future[None]:
-        """Wakes as `Runner.wake` does; called after `sleep`."""
+        """Wakes the runner as `Runner.wake` does; called after `sleep`."""
 
     def collect(self) -> Future[ModelRunnerOutput]:
-        """Result of the oldest step; called again only when that is known."""
+        """Returns the future result of the oldest step; may be called again only when that is done."""
 
 
 class RunnerExecutor:
-    """An Executor of one runner.
+    """An Executor with one runner.
 
     Args:
-        depth: steps that may be under way when the oldest is waited for.
-        threaded: the runner works on a thread of its own; else on the caller's, and collect() returns when it
-            is done.
+        depth: most steps in flight when the oldest is waited for.
+        threaded: whether the runner works on a thread of its own; if not, it works on the caller's thread and
+            collect() returns when the step is done.
     """
 
     def __init__(self, runner: Runner, *, depth: int = 1, threaded: bool = False) -> None:
@@ -141,7 +143,7 @@ class RunnerExecutor:
 
 
 def _done(work: Callable[[], T]) -> Future[T]:
-    """The result of `work`, done here and now, or its error."""
+    """Returns a finished future with the result or the error of `work`, which is done at once."""
     future: Future[T] = Future()
     try:
         future.set_result(work())

@@ -1,6 +1,6 @@
-"""Heartbeat: by when an engine will have done something again, in memory that its frontends map.
+"""Heartbeat: the time by which an engine must act again, in memory that its frontends map.
 
-To read it costs no message, and an idle engine need not wake to write it.
+Reading it costs no message, and an idle engine need not wake up to write it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import time
 
 _BEAT = struct.Struct("=dd")
 TOKENS_PER_LIMIT = 1024
-"""Tokens that prolong a step's limit by `watchdog_s`."""
+"""Number of tokens that extend a step's time limit by another `watchdog_s`."""
 
 
 class Heartbeat:
-    """Two numbers, CLOCK_MONOTONIC seconds: when the engine last beat, and when it is overdue.
+    """Two times in CLOCK_MONOTONIC seconds: when the engine last beat, and when it is overdue.
 
     Args:
-        fd: of a file, which is closed.
-        watchdog_s: how long the engine may be silent; 0: for ever. Only for who writes.
+        fd: descriptor of the file to map; it is closed.
+        watchdog_s: seconds that the engine may be silent; 0: no limit. Used only by the writer.
     """
 
     def __init__(self, fd: int, watchdog_s: float = 0.0) -> None:
@@ -33,13 +33,13 @@ class Heartbeat:
         self._watchdog_s = watchdog_s
 
     def beat(self, num_tokens: int = 0) -> None:
-        """Something is done from here on, a step of so many tokens perhaps."""
+        """Records a sign of life, and extends the time limit by the tokens of a step that begins."""
         now = time.monotonic()
         limit_s = self._watchdog_s * (1.0 + num_tokens / TOKENS_PER_LIMIT)
         _BEAT.pack_into(self._memory, 0, now, now + limit_s if limit_s else math.inf)
 
     def rest(self) -> None:
-        """The engine waits for messages, as long as none comes."""
+        """Records that the engine waits for messages, so that it cannot be overdue."""
         _BEAT.pack_into(self._memory, 0, time.monotonic(), math.inf)
 
     @property
@@ -47,6 +47,6 @@ class Heartbeat:
         return time.monotonic() > self.read()[1]
 
     def read(self) -> tuple[float, float]:
-        """When it last beat, and when it is overdue; inf: at no time, as it rests."""
+        """Returns when the engine last beat and when it is overdue; inf: never, as it is idle."""
         beat, due = _BEAT.unpack_from(self._memory)
         return beat, due or math.inf

@@ -19,7 +19,8 @@ logger = logging.getLogger("quire")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SEND_MARK = 100_000
-"""Messages kept for a subscriber that does not read; it misses later ones and sees that by their numbers."""
+"""Most messages queued for a subscriber that does not read; later ones are dropped, which it sees by their
+numbers."""
 CLOSE_TIMEOUT_S = 1.0
 LINGER_MS = 200
 
@@ -28,17 +29,18 @@ _BOUND = re.compile(r"^(ipc|inproc)://|\*|//(localhost|0\.0\.0\.0|127\.[0-9.]+|\
 
 
 class KVEventPublisher:
-    """A PUB socket for events and a ROUTER for replay, both owned by a thread of their own.
+    """Publishes events on a PUB socket and replays them on a ROUTER; a separate thread owns both.
 
-    As in vLLM: an event message is [topic, number, payload], the number 8 bytes big endian counting from 0,
-    the payload a msgpack KVEventBatch. A replay request is [empty, first number wanted]; it is answered by
-    one [empty, number, payload] for each batch from there that is still kept, then [empty, -1, empty].
+    As in vLLM, an event message is [topic, number, payload]. The number has 8 bytes, big endian, and counts
+    from 0; the payload is a msgpack KVEventBatch. A replay request is [empty, first number wanted]. The
+    answer is one [empty, number, payload] for each batch from there that is still kept, then [empty, -1,
+    empty].
 
     Args:
-        endpoint: bound where it names this machine (a wildcard, loopback, ipc, inproc), else connected to,
-            for subscribers that bind.
-        replay_endpoint: always bound; empty: no replay.
-        buffer_batches: how many batches are kept for replay.
+        endpoint: address of the PUB socket. It is bound if it names this machine (a wildcard, loopback, ipc,
+            inproc), else connected to, for subscribers that bind.
+        replay_endpoint: address of the ROUTER, always bound; empty: no replay.
+        buffer_batches: number of batches kept for replay.
 
     Raises:
         ConfigError: an address cannot be used.
@@ -86,7 +88,7 @@ class KVEventPublisher:
                 f"cannot be used: {error}"
             ) from None
         self.endpoint = self._address(self._pub)
-        """Address of the events' socket; the port in place of a wildcard."""
+        """Address of the events' socket, with the actual port in place of a wildcard."""
         self.replay_endpoint = self._address(self._replay)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # From here on the sockets are the thread's alone.
@@ -94,14 +96,15 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Hands a batch to the thread; never blocks. Batches that pile up beyond `buffer_batches` are lost,
+        """Passes a batch to the thread; never blocks. More than `buffer_batches` queued batches are lost,
         which subscribers see by a gap in the numbers."""
         self._pending.append((self._next_number, batch))
         self._next_number += 1
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Sends what is pending and ends the thread, within a second. No publish() after it."""
+        """Sends what is queued and ends the thread, within a second. publish() must not be called
+        afterwards."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""EngineLink: a frontend's side of one engine, over the lives of the processes that are it."""
+"""EngineLink: connects a frontend to one engine, and to the processes that replace it after a death."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ from quire.outputs import SchedulerStats
 logger = logging.getLogger("quire")
 
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pauses before each attempt to replace an engine that died; the last counts for all further."""
+"""Seconds before each attempt to replace an engine that died; further attempts use the last value."""
 SOUND_S = 60.0
-"""An engine that lived this long, or brought a token, is replaced at once."""
+"""Seconds of life after which a dead engine is replaced without a pause; one that has sent outputs is,
+too."""
 STOP_LOOK_S = 0.2
-"""Time between two looks, during such a pause, whether the engine was told to stop meanwhile."""
+"""Seconds between two checks, during such a pause, whether the engine was told to stop."""
 MAX_FAILED_STARTS = 3
-"""Attempts in a row to start an engine after which requests that wait for one end."""
+"""Number of failed starts in a row after which requests that wait for an engine end."""
 
 
 @dataclass(frozen=True)
 class EngineLost:
-    """The engine died: what it had goes on in the next one, but for a request that it died of."""
+    """The engine died. Its requests continue in the next engine, except for one found to have killed it."""
 
     link: EngineLink
     suspects: InFlightSuspects = NO_SUSPECTS
@@ -51,14 +52,14 @@ class EngineLost:
 
 @dataclass(frozen=True)
 class EngineReplaced:
-    """Another engine took the place of one that died, and knows of no request."""
+    """Another engine replaced one that died; it has none of its requests yet."""
 
     link: EngineLink
 
 
 @dataclass(frozen=True)
 class EngineGone:
-    """The engine died and none can be started, for now or for ever: what it had will not go on."""
+    """The engine died and none can be started, for now or for good: its requests will not continue."""
 
     link: EngineLink
     reason: str
@@ -69,15 +70,15 @@ Answer: TypeAlias = Outputs | CommandResult | EngineLost | EngineReplaced | Engi
 
 
 class EngineLink:
-    """Takes messages to one engine and brings its answers; replaces an engine that died.
+    """Sends messages to one engine and receives its answers; replaces an engine that died.
 
-    The thread of the client that it is given to owns it, once that has called `attach`.
+    The client's thread owns it, from the call of `attach` on.
 
     Args:
-        connect: makes a connection to a running engine, starting one if need be; after an engine's death it
-            is called on a thread of its own.
-        on_stats: called with the engine's figures about twice a second.
-        watchdog_s: how long an idle engine may take to look at a message; 0: for ever.
+        connect: connects to a running engine, starting one if necessary. After an engine's death it is called
+            on a separate thread.
+        on_stats: called with the engine's statistics about twice a second.
+        watchdog_s: seconds that an idle engine may take to read a message; 0: no limit.
 
     Raises:
         QuireError: as `connect`.
@@ -98,51 +99,52 @@ class EngineLink:
         self._connection, self.info = connect()
         self._watchdog_s = watchdog_s
         self._sent_at = self._overdue_at = 0.0
-        """When the first message was sent that the engine may not have looked at; when it was first seen to
-        be overdue, 0: it is not."""
+        """When the first message was sent that the engine may not have read, and when it was first seen
+        overdue; 0: neither."""
         self._has_died = False
-        """Whether the last `look` has seen that the engine ended."""
+        """Whether the last `look` found that the engine's process has ended."""
         self._down_reason = ""
         self._next_attempt: float | None = 0.0
-        """When another engine is started; None: never, as it was told to stop."""
+        """When the next start of an engine is attempted; None: never, because it was told to stop."""
         self._num_restarts = 0
-        """Attempts in a row to start an engine that were made before one was sound."""
+        """Number of starts in a row whose engine died before it was sound."""
         self._has_answered = False
-        """Whether the engine has brought outputs."""
+        """Whether the engine has sent outputs."""
         self._is_hopeless = threading.Event()
-        """Set by who restarts: requests are to wait no longer."""
+        """Set by the restarting thread when requests should no longer wait for an engine."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Held while the next engine's connection changes hands: it is received, or closed."""
+        """Guards the next engine's connection while it is handed over or closed."""
         self._successor: Connected | None = None
         self._restarter: threading.Thread | None = None
-        """Thread that calls `connect`, maybe long after `close`. The ZeroMQ context must outlive it."""
+        """Thread that calls `connect`, possibly until long after `close`. The ZeroMQ context must outlive
+        it."""
 
     def attach(self, poller: zmq.Poller, wake: Callable[[], None]) -> None:
-        """Registers the engine's socket and process with a poller, and later those of the next ones.
+        """Registers the engine's socket and process with a poller, and later those of its successors.
 
         Args:
-            poller: whoever polls calls `look` with what it found.
-            wake: ends the poll, when there is something to receive that no event tells of.
+            poller: its owner passes each poll's events to `look`.
+            wake: ends the poll when there is something to receive without an event.
         """
         assert self._connection is not None
         self._poller, self._wake = poller, wake
         self._watch(self._connection)
 
     def look(self, events: dict[Any, int]) -> None:
-        """Sees whether the engine is among what a poll found to have ended."""
+        """Notes whether a poll's events show that the engine has ended."""
         self._has_died = self._connection is not None and self._connection.pidfd in events
 
     @property
     def is_up(self) -> bool:
-        """Whether there is an engine."""
+        """Whether an engine is running."""
         return self._connection is not None
 
     def require_engine(self) -> EngineConnection:
         """Returns the connection to the engine.
 
         Raises:
-            UnavailableError: there is no engine; says why, and when there may be one.
+            UnavailableError: no engine is running; says why, and when to retry if known.
         """
         if self._connection is None:
             due = self._next_attempt
@@ -151,7 +153,7 @@ class EngineLink:
         return self._connection
 
     def send(self, message: FrontendMessage) -> None:
-        """Hands the engine a message. Raises as `require_engine`."""
+        """Sends the engine a message. Raises as `require_engine`."""
         connection = self.require_engine()
         heartbeat = connection.heartbeat
         if heartbeat is None or self._sent_at <= heartbeat.read()[0]:
@@ -160,19 +162,19 @@ class EngineLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is an engine that is not overdue. Called from any thread; asks nobody."""
+        """Whether an engine runs and is not overdue. Any thread may read it; it sends no message."""
         connection = self._connection
         return connection is not None and time.monotonic() <= self._due_of(connection)
 
     @property
     def next_check(self) -> float:
-        """When `check` is to be called; inf: not as long as nothing is sent."""
+        """When `check` must be called next; inf: not before something is sent."""
         if self._connection is None:
             return math.inf
         return self._overdue_at + THAWED_S if self._overdue_at else self._due_of(self._connection)
 
     def check(self) -> None:
-        """Kills an engine that is overdue."""
+        """Kills the engine if it is overdue."""
         now, connection = time.monotonic(), self._connection
         if connection is None or now <= self._due_of(connection):
             self._overdue_at = 0.0
@@ -184,8 +186,8 @@ class EngineLink:
             self._overdue_at = now  # its end takes a moment, or for ever where the kernel holds it
 
     def _due_of(self, connection: EngineConnection) -> float:
-        """Time at which the engine is overdue, CLOCK_MONOTONIC seconds; inf: it has nothing to do, no
-        heartbeat or no limit."""
+        """Returns when the engine is overdue, in CLOCK_MONOTONIC seconds; inf: it is idle, or has no
+        heartbeat or limit."""
         if connection.heartbeat is None:
             return math.inf
         beat, due = connection.heartbeat.read()
@@ -194,13 +196,13 @@ class EngineLink:
         return due
 
     def abort(self, request_ids: list[str], reason: FinishReason) -> None:
-        """Ends requests, or single choices of them ("<request id>#<index>"), if there is an engine."""
+        """Ends requests, or single choices ("<request id>#<index>"); no effect without an engine."""
         if self._connection is not None:
             self._connection.send(AbortRequests(request_ids, reason.value, time.monotonic()))
 
     def receive(self) -> list[Answer]:
-        """Answers that are there now; `EngineLost` comes after the last ones of an engine that died, and then
-        `EngineReplaced`, `EngineGone`, or one after the other."""
+        """Returns the answers that have arrived. After the last answers of an engine that died comes
+        `EngineLost`, and then `EngineReplaced`, `EngineGone`, or one after the other."""
         if self._connection is None:
             return self._take_over()
         answers: list[Answer] = []
@@ -217,7 +219,7 @@ class EngineLink:
         return answers
 
     def close(self) -> None:
-        """Takes leave of the engine, and of one that is still being started as soon as it is there."""
+        """Says goodbye to the engine, and to one that is still starting as soon as it is up."""
         with self._lock:
             self._closed.set()
             successor, self._successor = self._successor, None
@@ -259,9 +261,9 @@ class EngineLink:
             self._give_up(f"the engine process died and no other can be started: {error}")
 
     def _restart(self, died: EngineAddress) -> None:
-        """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
+        """Tries to start an engine until it succeeds, since a missing checkpoint or memory may come back.
 
-        Only an operator's stop ends it: of this frontend, or of the engine.
+        It gives up only if an operator stops this frontend or the engine.
         """
         for num_failed in itertools.count(1):
             pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
@@ -291,7 +293,7 @@ class EngineLink:
         successor[0].close(goodbye=True)
 
     def _pause(self, seconds: float, died: EngineAddress) -> None:
-        """Waits, at most until this frontend or the engine is told to stop."""
+        """Waits for `seconds`, or until this frontend or the engine is told to stop."""
         ends_at = time.monotonic() + seconds
         while not died.was_stopped() and (left_s := ends_at - time.monotonic()) > 0:
             if self._closed.wait(min(left_s, STOP_LOOK_S)):

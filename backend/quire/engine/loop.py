@@ -1,14 +1,14 @@
 """The engine process: one ROUTER socket, one EngineCore, and one thread that owns both.
 
-A second thread computes the steps. Meanwhile the first one goes on reading messages, so that a refusal or a
-cancellation does not wait for the end of a step; new requests take part in the next one.
+A second thread computes the steps. Meanwhile the first goes on reading messages, so refusals and
+cancellations do not wait for the end of a step. New requests take part in the next step.
 
-Started by a frontend (`engine/supervisor.py`) as module `quire.engine.loop` with `--directory DIR`, where
+A frontend (`engine/supervisor.py`) starts it as module `quire.engine.loop` with `--directory DIR`, where
 DIR/config.json holds the configuration. It reports through DIR/state.json (`engine/runtime_directory.py`):
-`ready` with the socket's address, or `failed` with one line of reason.
+`ready` with the socket's address, or `failed` with the reason in one line.
 
-The process ends when its last frontend has said goodbye or died, or when the tritonserver it works for is
-gone. Frontends and server are watched by pidfds, so nothing is polled for and nothing survives its owner.
+The process ends when its last frontend has said goodbye or died, or when its tritonserver has ended.
+Frontends and server are watched by pidfds, without polling, and no process survives its owner.
 """
 
 from __future__ import annotations
@@ -80,34 +80,34 @@ logger = logging.getLogger("quire")
 
 FIRST_FRONTEND_TIMEOUT_S = 60.0
 FRONTENDS_END_S = 1.0
-"""That frontends have to end by themselves behind their server."""
+"""Seconds that frontends have to end by themselves after their server has ended."""
 STATS_INTERVAL_S = 0.5
 STEP_WAIT_MS = 1000
-"""Longest wait for the end of a step, which is an event; a limit all the same."""
+"""Milliseconds between checks while a step is waited for; its end also arrives as an event."""
 COMPLAINT_INTERVAL_S = 10.0
-"""Shortest time between two log lines on messages that cannot be handled."""
+"""Shortest time in seconds between two log lines on messages that cannot be handled."""
 GC_THRESHOLDS = (50_000, 20, 100)
-"""Thresholds of the three generations: full collections look at every request and stall a step (by 30 to 200
-ms at 1 000 running, where planning one takes 10), and nearly nothing here is garbage in cycles: they are to
-be rare."""
+"""Thresholds of the garbage collector's three generations. A full collection visits every request and stalls
+a step, by 30 to 200 ms at 1 000 running requests, where planning takes 10 ms. Hardly any garbage here is in
+cycles, so full collections are made rare."""
 
 
 @dataclass(slots=True)
 class _Owner:
-    """The frontend that sent a request, and how many of its choices are open."""
+    """The frontend that sent a request, and the number of its open choices."""
 
     identity: bytes
     num_open_choices: int
 
 
 class EngineLoop:
-    """Joins an EngineCore to its frontends.
+    """Connects an EngineCore to its frontends.
 
     Args:
         core: the engine.
-        socket: bound ROUTER; identities are the frontends'.
-        server_pid: the engine ends with this process; 0: none is watched.
-        server_start_time: of that process.
+        socket: bound ROUTER; its peers' identities are the frontends'.
+        server_pid: the engine ends with this process; 0: no process is watched.
+        server_start_time: start time of that process.
     """
 
     def __init__(
@@ -123,16 +123,18 @@ class EngineLoop:
         self._had_frontend = False
         self._stopping = False
         self._profile: tuple[StepProfile, bytes, str] | None = None
-        """Profile that is being recorded, and who gets it: identity of the frontend, token of its command."""
+        """Profile being recorded, the identity of the frontend that receives it, and the token of its
+        command."""
         self._switches: deque[tuple[bytes, str, Sleep | Wake]] = deque()
-        """Commands to sleep and to wake that wait for the end of all requests: of whom, token, command."""
+        """Commands to sleep or wake that wait until all requests have ended: (frontend's identity, token,
+        command)."""
         self.was_told_to_stop = False
-        """An end by SIGTERM is meant: frontends start no other engine after it."""
+        """Whether SIGTERM ended the engine on purpose; frontends then start no other engine."""
         self._next_stats = self._next_complaint = 0.0
         self.heartbeat: Heartbeat | None = None
-        """Where the loop says that it is alive; None: nowhere."""
+        """The heartbeat that the loop writes; None: it writes none."""
         self._owes_stats = True
-        """Whether something has happened since the frontends were last told of the engine's state."""
+        """Whether the engine's state has changed since the last stats were sent to the frontends."""
         self._first_frontend_by = math.inf
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)
@@ -146,7 +148,7 @@ class EngineLoop:
     def run(self) -> None:
         """Runs until the last frontend or the server is gone, or `stop` was called.
 
-        An exception means that the engine is broken: its frontends have the next one go on with its requests.
+        An exception means that the engine is broken. Its frontends continue its requests in the next engine.
         """
         self._first_frontend_by = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
@@ -174,10 +176,10 @@ class EngineLoop:
             self._end_frontends()
 
     def _end_frontends(self) -> None:
-        """Ends the frontends of a server that is gone, where they do not by themselves.
+        """Kills the frontends of a server that has ended, if they do not end by themselves.
 
-        One that is in a call which the server will never answer holds its interpreter's lock there, and its
-        watchdog waits for that.
+        A frontend blocked in a call to the dead server holds its interpreter's lock, which its own watchdog
+        needs.
         """
         deadline = time.monotonic() + FRONTENDS_END_S
         for pidfd in self._frontend_pidfds.values():
@@ -187,7 +189,7 @@ class EngineLoop:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _switch(self, identity: bytes, token: str, command: Sleep | Wake) -> None:
-        """Puts the engine to sleep or wakes it; others are answered meanwhile."""
+        """Puts the engine to sleep or wakes it, serving other messages meanwhile."""
         change = self.core.sleep if isinstance(command, Sleep) else self.core.wake
         self._rest()
         try:
@@ -203,7 +205,7 @@ class EngineLoop:
         self._send(identity, result)
 
     def _idle_ms(self) -> int:
-        """Milliseconds in which nothing is to be done unless something comes; -1: no limit."""
+        """Returns the milliseconds until the loop has something to do without a message; -1: no limit."""
         due = max(self._next_stats, 0.0 if self._owes_stats else self.core.next_expiry)
         if not self._had_frontend:
             due = min(due, self._first_frontend_by)
@@ -212,10 +214,10 @@ class EngineLoop:
         return -1 if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
 
     def _serve(self, step: Future[Any], *, is_watched: bool = True) -> None:
-        """Answers frontends while a step is computed: refusals and cancellations do not wait for its end.
+        """Serves frontends while a step is computed, so refusals and cancellations do not wait for its end.
 
         Args:
-            is_watched: whether it must end in the time of a step.
+            is_watched: whether the work must end within a step's time limit.
         """
         if is_watched:
             self._beat()
@@ -234,7 +236,7 @@ class EngineLoop:
             self.heartbeat.beat(self.core.scheduler.num_tokens_in_flight)
 
     def stop(self, *_: Any) -> None:
-        """Ends `run` after the current step; safe in a signal handler."""
+        """Ends `run` after the current step. Safe to call in a signal handler."""
         self._stopping = self.was_told_to_stop = True
         os.eventfd_write(self._step_done, 1)  # an idle loop waits without a limit
 
@@ -270,7 +272,7 @@ class EngineLoop:
                 self._refuse(identity, payload, error)
 
     def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
-        """Answers a message that could not be decoded or handled, if it tells whose it is."""
+        """Answers a message that could not be decoded or handled, if its sender and id are readable."""
         header = None
         with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
             header = header_decoder.decode(payload)
@@ -338,7 +340,7 @@ class EngineLoop:
                 self._forget_frontend(identity)
 
     def _answer_adapters(self, identity: bytes, token: str, answer: dict[str, Any] | QuireError) -> None:
-        """Tells all frontends of the adapters as they are now, and one what its command came to."""
+        """Sends all frontends the present adapters, and one of them the result of its command."""
         self._next_stats, self._owes_stats = 0.0, True
         self._push_stats()
         if isinstance(answer, QuireError):
@@ -353,7 +355,8 @@ class EngineLoop:
             self._send(identity, CommandResult(token, profile.answer()))
 
     def _probe(self) -> None:
-        """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
+        """Makes an idle engine compute a token that no client gets, so that repeated health checks see steps
+        done."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
         self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(is_internal=True))
 
@@ -402,7 +405,8 @@ class EngineLoop:
         self._owners[message.request_id] = _Owner(identity, num_open)
 
     def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
-        """Maps the frontend's memory; it may be given back there once the engine has answered."""
+        """Maps the frontend's shared memory; the frontend may free its own mapping after the engine's
+        answer."""
         num_tokens = len(message.prompt_token_ids)
         rows, width = given.embeds.shape
         check_spans(given.spans, num_rows=rows, num_prompt_tokens=num_tokens)
@@ -487,8 +491,8 @@ def _engine_info(core: EngineCore) -> EngineInfo:
 
 
 def _result_fingerprint(core: EngineCore) -> str:
-    """Fingerprint for the result cache: what computes (`EngineCore.fingerprint`), max_model_len and the token
-    ids that end a sequence; empty: nothing is cached."""
+    """Returns the fingerprint for the result cache: `EngineCore.fingerprint`, max_model_len and the token ids
+    that end a sequence. Empty: no result is cached."""
     if not core.info.kv_identity:
         return ""  # nobody needs it, or nothing is computed
     return f"{core.fingerprint} {core.info.max_model_len} {sorted(core.info.eos_token_ids)}"
@@ -500,7 +504,7 @@ def _result_fingerprint(core: EngineCore) -> str:
 @click.option("--server-start-time", type=int, default=0)
 @click.option("--generation", type=int, default=0)
 def main(path: Path, server_pid: int, server_start_time: int, generation: int) -> None:
-    """Runs an engine for the frontends that share DIRECTORY, once a byte comes through the standard input."""
+    """Runs an engine for the frontends that share DIRECTORY, after a byte has arrived on standard input."""
     logs.set_up("engine")
     timeline = StartTimeline.of_process()
     if not sys.stdin.buffer.read(1):

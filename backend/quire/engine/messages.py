@@ -1,7 +1,7 @@
 """Messages between frontends and the engine process (msgpack through msgspec, over ZeroMQ).
 
-A frontend talks through a DEALER socket, the engine through one ROUTER; a message is one frame. Times are
-CLOCK_MONOTONIC seconds, which all processes of a machine share.
+A frontend uses a DEALER socket, the engine one ROUTER; each message is one frame. Times are CLOCK_MONOTONIC
+seconds, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from quire.request.scheduling_params import SchedulingParams, Seconds
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a frontend: the engine watches `pid` and drops its requests when it goes."""
+    """First message of a frontend. The engine watches process `pid` and drops the frontend's requests when it
+    ends."""
 
     pid: int
 
 
 class EmbedsMessage(msgspec.Struct, frozen=True):
-    """PromptEmbeds on their way; `position_ids`: int32 [3, prompt tokens] in C order, or empty."""
+    """PromptEmbeds in a message; `position_ids`: int32 [3, prompt tokens] in C order, or empty."""
 
     embeds: SharedArray | DeviceArray
     spans: list[tuple[int, int]]
@@ -35,7 +36,8 @@ class EmbedsMessage(msgspec.Struct, frozen=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
-    """A validated request: `request_id` is the frontend's and unique, `external_id` the client's, if any."""
+    """A validated request: `request_id` is the frontend's and unique, `external_id` the client's, if it gave
+    one."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -45,20 +47,20 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     arrival_time: Seconds = 0.0
     embeds: EmbedsMessage | None = None
     num_deaths: int = 0
-    """Engines that died and had it; above 0 it goes on where it was, and no limit refuses it."""
+    """Number of engines that died with it; above 0 the request continues, and no limit refuses it."""
     outputs: dict[int, list[int]] | None = None
-    """Tokens so far of each choice that is open; None: none has any, and the request begins anew."""
+    """Tokens so far of each open choice; None: no choice has any, and the request begins anew."""
     adapter: str = ""
-    """Name of the LoRA adapter that it is computed with; empty: none."""
+    """Name of the LoRA adapter; empty: none."""
     adapter_digest: str = ""
-    """Digest of the adapter's content as the frontend knew it; empty: not known. A request that goes on after
-    an engine's death (`num_deaths`) goes on with this content alone."""
+    """Digest of the adapter's content that the frontend knows; empty: not known. A request that continues
+    after an engine's death (`num_deaths`) accepts only this content."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     """Ends requests of this frontend, or single choices of them ("<request id>#<index>").
 
-    `learned_at` is when it knew, for the trace.
+    `learned_at` is when the frontend decided to abort, for the trace.
     """
 
     request_ids: list[str]
@@ -67,35 +69,35 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
-    """Ends every request of `tenant` that carries the client's id, whichever frontend it came through.
+    """Cancels every request of `tenant` with the client's id, from all frontends.
 
-    The answer says how many these are (`num_cancelled`); NOT_FOUND where there is none.
+    The answer holds the number of these requests (`num_cancelled`); NOT_FOUND if there are none.
     """
 
     external_id: str
     token: str
-    """Token of the sender, echoed in the answer."""
+    """Token chosen by the sender; the answer repeats it."""
     learned_at: float = 0.0
     tenant: str = ""
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
-    """A command to the engine, as `EngineCore.control` takes it."""
+    """A command to the engine, for `EngineCore.control`."""
 
     command: CacheCommand
     token: str
-    """Token of the sender, echoed in the answer."""
+    """Token chosen by the sender; the answer repeats it."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The frontend is being unloaded; the engine ends with its last frontend."""
+    """The frontend is being unloaded. The engine ends with its last frontend."""
 
 
 FrontendMessage = Hello | AddRequest | AbortRequests | CancelByExternalId | Control | Goodbye
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
-    """Answer to Hello: what a frontend needs to know of the engine."""
+    """Answer to Hello: properties of the engine that a frontend needs."""
 
     pid: int
     max_model_len: int
@@ -109,32 +111,32 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     dtype: str
     device: str
     num_threads: int = 0
-    """Threads that compute steps on the CPU; 0: another device does."""
+    """Number of CPU threads that compute steps; 0: another device computes them."""
     num_cpus: int = 1
-    """Cores that the engine may use."""
+    """Number of cores that the engine may use."""
     fingerprint: str = ""
-    """Stands for all that decides the tokens of a deterministic request but its adapter (whose `digest` is in
-    `adapters`); empty: they are not cached."""
+    """Fingerprint of everything that decides the tokens of a deterministic request, except its adapter (whose
+    `digest` is in `adapters`); empty: results are not cached."""
     adapters: list[AdapterStatus] = []
-    """The LoRA adapters at the time; later ones come with `Stats`."""
+    """The LoRA adapters when the answer was sent; `Stats` carries later changes."""
     deepstack_levels: int = 0
-    """Layers, from the first on, behind which the rows of images add to the hidden states once more."""
+    """Number of layers, from the first on, after which image features are added to the hidden states
+    again."""
 
     @property
     def embeds_size(self) -> int:
-        """Length of a row of `image_embeds`."""
+        """Length of a row of `image_embeds`, in floats."""
         return self.hidden_size * (1 + self.deepstack_levels)
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Outputs of the engine for the requests of one frontend: of a step, or of requests that were aborted or
-    refused."""
+    """Outputs for the requests of one frontend: those of a step, or of aborted or refused requests."""
 
     outputs: list[EngineCoreOutput]
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag="command_result"):
-    """The answer to a `Control` or a `CancelByExternalId`, or why it could not be carried out."""
+    """Result of a `Control` or a `CancelByExternalId`, or the error that prevented it."""
 
     token: str
     result: dict[str, Any]
@@ -143,7 +145,7 @@ class CommandResult(msgspec.Struct, frozen=True, tag="command_result"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Engine state, about twice a second while something changes, and before the answer to a command that
+    """Engine state: sent about twice a second while it changes, and before the answer to a command that
     changes the adapters."""
 
     scheduler: SchedulerStats
@@ -155,11 +157,12 @@ EngineMessage = EngineInfo | Outputs | CommandResult | Stats
 
 
 COMMANDS = ("cancel_external", "control")
-"""Types of the messages that a CommandResult answers."""
+"""Types of messages that are answered with a CommandResult."""
 
 
 class MessageHeader(msgspec.Struct):
-    """Type and ids of a message, as far as readable: enough to answer one that is wrong otherwise."""
+    """Type and ids of a message, as far as they are readable, so that even an invalid message can be
+    answered."""
 
     type: str = ""
     request_id: str = ""

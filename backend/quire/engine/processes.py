@@ -1,4 +1,4 @@
-"""Processes by pid and start time, as a pid alone may have gone to another process; names of threads."""
+"""Identifies processes by pid and start time, as a pid can be reused; names threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import threading
 
 
 def start_time_of(pid: int) -> int | None:
-    """Start time of a running process in clock ticks since boot; None: there is none, or a zombie."""
+    """Returns the start time of a running process in clock ticks since boot; None: it has ended or is a
+    zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()
@@ -19,9 +20,10 @@ def start_time_of(pid: int) -> int | None:
 
 
 def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Waits until there is something to read, of a pidfd until its process has ended; False after the time.
+    """Waits until a descriptor is readable; for a pidfd, until its process has ended. Returns False on
+    timeout.
 
-    `select.select` would refuse a descriptor above 1023, and a frontend with many clients has such.
+    `select.select` refuses descriptors above 1023, which a frontend with many clients has.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -29,9 +31,10 @@ def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
 
 
 def open_verified_pidfd(pid: int, start_time: int) -> int | None:
-    """A pidfd, to be closed by the caller, of the process that had `pid` and began at `start_time`.
+    """Returns a pidfd of the process with this pid and start time; the caller closes it.
 
-    None: it has ended. Signals go through it (`signal.pidfd_send_signal`): they meet nobody else, ever.
+    None: the process has ended. Signals sent through the pidfd (`signal.pidfd_send_signal`) reach no other
+    process.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -44,9 +47,9 @@ def open_verified_pidfd(pid: int, start_time: int) -> int | None:
 
 
 def name_threads() -> None:
-    """Has the kernel call the threads that run now as Python does: `top -H`, perf and gdb tell them apart.
+    """Sets the kernel's names of the running threads to Python's, so that `top -H`, perf and gdb show them.
 
-    The main thread keeps the process's name. Python does it by itself from 3.14 on.
+    The main thread keeps the process's name. Python does this by itself from 3.14 on.
     """
     for thread in threading.enumerate():
         if thread is not threading.main_thread():

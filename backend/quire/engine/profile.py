@@ -1,4 +1,4 @@
-"""StepProfile: a timeline of steps, and how near each kind of step comes to what the device can do."""
+"""StepProfile: a timeline of steps, and how close each kind of step comes to the device's limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput, Schedu
 from quire.roofline import DeviceLimits, Work
 
 ENGINE, RUNNER, DEVICE = 1, 2, 3
-"""Threads of the trace; the last is the device's queue, where there is one."""
+"""Threads in the trace; DEVICE is the device's queue, if it has one."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of one kind together."""
+    """Sums over all steps of one kind."""
 
     num_steps: int = 0
     num_rows: int = 0
@@ -27,11 +27,11 @@ class _Kind:
 
 
 class StepProfile:
-    """Recorded by the engine's thread while it makes steps; `answer` is a Chrome trace (Perfetto opens it).
+    """Records steps on the engine's thread; `answer` is a Chrome trace (Perfetto opens it).
 
     Args:
         command: how long to record.
-        info: of the runner.
+        info: the runner's `RunnerInfo`.
     """
 
     def __init__(self, command: Profile, info: RunnerInfo) -> None:
@@ -44,14 +44,14 @@ class StepProfile:
         self._limits: DeviceLimits | None = None
         self._kinds: dict[str, _Kind] = {}
         self._span = math.inf, 0.0
-        """When the runner began the first step, and when the last was done."""
+        """When the runner began the first step, and when the last step was done."""
 
     @property
     def is_over(self) -> bool:
         return self._steps_left <= 0 or time.monotonic() >= self.ends_at
 
     def phase(self, name: str, step: int = 0) -> None:
-        """The engine's present phase ends, and another begins; empty: it looks for messages."""
+        """Ends the engine's present phase and begins another; empty: none, the engine looks for messages."""
         now = time.monotonic()
         last, began, of_step = self._phase
         if last:
@@ -59,7 +59,7 @@ class StepProfile:
         self._phase = name, now, step
 
     def done(self, planned: SchedulerOutput, result: ModelRunnerOutput, stats: SchedulerStats) -> None:
-        """A step is done; one that was launched before the recording began is not recorded."""
+        """Records a finished step, unless it was launched before the recording began."""
         if not planned.is_timed or planned.is_empty or self._steps_left <= 0:
             return
         self._steps_left -= 1
@@ -137,7 +137,7 @@ class StepProfile:
         return round((when - self.began) * 1e6, 1)
 
     def answer(self) -> dict[str, Any]:
-        """The trace in Chrome's JSON, with a `roofline` in its `otherData`."""
+        """Returns the trace in Chrome's JSON, with a `roofline` in its `otherData`."""
         names = {ENGINE: "engine", RUNNER: "runner", DEVICE: f"device ({self._info.device})"}
         used = {event.get("tid") for event in self._events}
         meta = [
@@ -152,9 +152,11 @@ class StepProfile:
         }
 
     def _roofline(self) -> dict[str, Any]:
-        """`limits`, `phases` (by kind of step: steps, rows, tokens, mean milliseconds of computing, rates and
-        `bound`), and `computing`: the share of the time, from the first step to the last, in which the device
-        computed. What is missing there the host took, or nothing was to be done.
+        """Returns `limits`, `phases` and `computing`.
+
+        `phases` holds for each kind of step: steps, rows, tokens, mean milliseconds of computing, rates and
+        `bound`. `computing` is the share of the time, from the first step to the last, in which the device
+        computed. The rest was spent on the host, or the engine was idle.
         """
         limits = self._limits
         seconds = sum(kind.seconds for kind in self._kinds.values())

@@ -1,7 +1,7 @@
 """`python run_module.py MODULE ...`: `python -m MODULE ...` without the working directory on the import path.
 
-There -m puts it first: whoever can write where a server happens to run would have his code run in it. (Python
-3.11 has -P for this.) The file is run by its path.
+-m puts the working directory first. Whoever can write there could then have the server run their code.
+(Python 3.11 has -P for this.) The file is run by its path.
 """
 
 import sys

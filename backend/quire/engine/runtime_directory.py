@@ -1,7 +1,7 @@
-"""RuntimeDirectory: where the frontends of an engine meet, and what the engine says of itself there.
+"""RuntimeDirectory: the directory in which the frontends of an engine meet and the engine reports its state.
 
-It belongs to one user alone, which is checked whenever it is opened: in a folder for everybody anyone may
-have made it first. Its files are opened by their names in the open directory, never through a link.
+It belongs to one user alone, which is checked at each opening: in a folder that is open to all, anyone could
+have created it first. Its files are opened by name in the open directory, never through a link.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from quire.errors import ConfigError
 POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024
 MAX_SUSPECTS_BYTES = 4 * 2**20
-"""Most bytes read of an engine's requests at risk: the ids of as many requests as it may run."""
+"""Most bytes read of an engine's suspects: enough for the ids of as many requests as it may run."""
 MAX_ADAPTERS_BYTES = 64 * 2**20
-"""Most bytes read of the list of an engine's adapters: names and paths of as many as it may know."""
+"""Most bytes read of an engine's adapters: enough for the names and paths of as many as it may know."""
 MAX_SOCKET_PATH = 107
-"""Bytes of a socket's path, a limit of the kernel."""
+"""Most bytes in the path of a socket, a limit of the kernel."""
 
 logger = logging.getLogger("quire")
 
@@ -43,23 +43,24 @@ _MARKER = re.compile(r"frontend-([0-9]{1,9})-([0-9]{1,18})")
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """The latest engine of a directory: `start_time` tells its process from a later one of the same pid."""
+    """State of the latest engine of a directory; `start_time` distinguishes its process from a later one with
+    its pid."""
 
     state: Literal["starting", "ready", "failed", "stopped"]
-    """stopped: as it was told to, and no other is to take its place."""
+    """"stopped": the engine was told to stop, and no other may take its place."""
     pid: int
     start_time: int
     generation: int
     address: str = ""
     error: str = ""
-    """One line on why it failed."""
+    """Reason of the failure, in one line."""
 
     @property
     def is_alive(self) -> bool:
         return start_time_of(self.pid) == self.start_time
 
     def is_of(self, other: EngineState) -> bool:
-        """Whether it tells of the same process."""
+        """Returns whether both states describe the same process."""
         return (self.pid, self.start_time) == (other.pid, other.start_time)
 
 
@@ -69,11 +70,11 @@ _suspects_decoder = msgspec.json.Decoder(InFlightSuspects)
 
 
 class RuntimeDirectory:
-    """An open directory of this user alone.
+    """An open directory that only this user can access.
 
     Raises:
-        ConfigError: it is a link or no directory, or not of this user alone.
-        FileNotFoundError: there is none.
+        ConfigError: it is a link, not a directory, or accessible to other users.
+        FileNotFoundError: it does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,11 +99,11 @@ class RuntimeDirectory:
     def locked(
         cls, path: Path, timeout_s: float = math.inf, *, make: bool = True
     ) -> Iterator[RuntimeDirectory]:
-        """The directory, made if it is missing, while nobody else has it locked.
+        """Opens the directory, creating it if `make`, and holds its lock in the context.
 
         Raises:
-            TimeoutError: another process had it locked all that time.
-            FileNotFoundError: there is none, and none is to be made.
+            TimeoutError: another process held the lock for all of `timeout_s`.
+            FileNotFoundError: it does not exist, and `make` is False.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -128,7 +129,7 @@ class RuntimeDirectory:
                 return
 
     def read(self, name: str, most: int = MAX_STATE_BYTES) -> bytes | None:
-        """A file's beginning; None: there is none."""
+        """Returns the first `most` bytes of a file; None: there is no such file."""
         try:
             fd = self._open(name, os.O_RDONLY)
         except OSError:
@@ -137,7 +138,7 @@ class RuntimeDirectory:
             return file.read(most)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replaces a file; readers see the old or the new one, never a half."""
+        """Replaces a file atomically: readers see the old content or the new one."""
         temporary = f".{name}.{secrets.token_hex(4)}"
         fd = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -149,7 +150,7 @@ class RuntimeDirectory:
             raise
 
     def read_state(self) -> EngineState | None:
-        """The engine's state; None: no engine was started, or what is written of it cannot be read."""
+        """Returns the engine's state; None: no engine was started, or its state cannot be read."""
         try:
             return _decoder.decode(self.read("state.json") or b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -159,7 +160,7 @@ class RuntimeDirectory:
         self.write("state.json", msgspec.json.encode(state))
 
     def read_suspects(self, pid: int) -> InFlightSuspects:
-        """Reads the suspects an engine stated before it ended; NO_SUSPECTS: it stated nothing readable."""
+        """Returns the suspects that an engine recorded before it ended; NO_SUSPECTS: none can be read."""
         try:
             return _suspects_decoder.decode(self.read(f"at-risk-{pid}", MAX_SUSPECTS_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError):
@@ -170,7 +171,7 @@ class RuntimeDirectory:
             self.write(f"at-risk-{pid}", msgspec.json.encode(suspects))
 
     def read_adapters(self) -> SavedAdapters | None:
-        """Reads the adapters that the latest engine stated; None: nothing readable was stated."""
+        """Returns the adapters that the latest engine recorded; None: none can be read."""
         try:
             return _adapters_decoder.decode(self.read("adapters.json", MAX_ADAPTERS_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -186,8 +187,8 @@ class RuntimeDirectory:
         """Opens the heartbeat of the engine with this pid; None: there is none.
 
         Args:
-            watchdog_s: seconds that the engine may be silent. Only the engine itself states it, and thereby
-                makes the file. None: the file is only opened.
+            watchdog_s: seconds that the engine may be silent. Only the engine passes it, which creates the
+                file. None: an existing file is opened.
         """
         flags = os.O_RDWR | (0 if watchdog_s is None else os.O_CREAT)
         try:
@@ -197,18 +198,18 @@ class RuntimeDirectory:
         return Heartbeat(fd, watchdog_s or 0.0)
 
     def tidy(self, pid: int) -> None:
-        """Removes what engines have left, all of which have ended, but for what the latest one with this pid
-        said of its end: its other frontends may not have read that yet."""
+        """Removes the files of engines, all of which must have ended. Keeps the final reports of the latest
+        one, with this pid, because its other frontends may not have read them yet."""
         kept = {f"at-risk-{pid}", f"heartbeat-{pid}"}
         for name in os.listdir(self._fd):  # noqa: PTH208 (of the open one)
             if name.startswith(("at-risk-", "heartbeat-", "engine-", ".")) and name not in kept:
                 os.unlink(name, dir_fd=self._fd)
 
     def socket_path(self) -> Path:
-        """A path for a new socket, one that was never used.
+        """Returns a path for a new socket that was never used before.
 
         Raises:
-            ConfigError: it is longer than the path of a socket may be.
+            ConfigError: the path is longer than a socket's may be.
         """
         path = self.path / f"engine-{secrets.token_hex(4)}.ipc"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
@@ -217,7 +218,7 @@ class RuntimeDirectory:
         return path
 
     def mark(self) -> None:
-        """Says that this process is a frontend here."""
+        """Registers this process as a frontend in the directory."""
         os.close(self._open(_marker(), os.O_WRONLY | os.O_CREAT))
 
     def unmark(self) -> None:
@@ -225,16 +226,16 @@ class RuntimeDirectory:
             os.unlink(_marker(), dir_fd=self._fd)
 
     def has_frontends(self) -> bool:
-        """Whether a living process has marked itself."""
+        """Returns whether a living process is registered as a frontend."""
         found = filter(None, map(_MARKER.fullmatch, os.listdir(self._fd)))  # noqa: PTH208 (of the open one)
         return any(start_time_of(int(pid)) == int(start) for pid, start in (one.groups() for one in found))
 
     def hold(self) -> None:
-        """The engine works here until its process ends, however it does."""
+        """Marks the directory as used by this engine until its process ends in any way."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def is_in_use(self) -> bool:
-        """Whether there is an engine that holds it, or a frontend."""
+        """Returns whether an engine uses the directory or a frontend is registered."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -242,9 +243,10 @@ class RuntimeDirectory:
         return self.has_frontends()
 
     def remove(self) -> None:
-        """Removes the directory, which the caller must have locked.
+        """Removes the directory, whose lock the caller must hold.
 
-        The lock goes last: who finds it gone begins anew, in a new directory or in the empty one.
+        The lock is removed last. A process that finds it gone starts over, in a new directory or in the empty
+        one.
         """
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._fd), key="lock".__eq__):  # noqa: PTH208 (of the open one)

@@ -19,17 +19,17 @@ from quire.errors import UnavailableError
 
 
 class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
-    """Location of a float32 array; `open` must happen while the writer still holds its SharedBuffer."""
+    """Location of a float32 array. `open` must be called while the writer still holds its SharedBuffer."""
 
     pid: int
     fd: int
     shape: tuple[int, int]
     device: int
     inode: int
-    """With `device`, identifies the descriptor's file: a closed one's number is soon another file's."""
+    """With `device`, identifies the file, because the number of a closed descriptor is reused."""
 
     def open(self) -> npt.NDArray[np.float32]:
-        """Maps the array, read-only; the memory lives as long as the array.
+        """Maps the array read-only; the memory lives as long as the array.
 
         Raises:
             UnavailableError: the writer is gone, or has closed its buffer.
@@ -60,19 +60,19 @@ class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
 
 
 class EmbedsBuffer:
-    """Common part of the writers' buffers on host and device: it counts the bytes of both in one sum.
+    """Base of the writers' buffers on host and device: counts the bytes of both together.
 
-    The engine's memory lives as long as its request, and so should this object: its bytes count in
+    Keep the object until its request ends, because the engine holds the memory until then; its bytes count in
     `total_bytes` until it is deleted.
     """
 
     total_bytes: ClassVar[int] = 0
-    """Bytes of all buffers of this process."""
+    """Number of bytes in all buffers of this process."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_bytes = 0
 
     def _reserve(self, num_bytes: int, limit: int | None) -> None:
-        """Counts the bytes of this buffer; UnavailableError where all would then hold more than `limit`."""
+        """Counts this buffer's bytes; raises UnavailableError if the sum would exceed `limit` bytes."""
         with EmbedsBuffer._lock:
             total = EmbedsBuffer.total_bytes
             if limit is not None and total + num_bytes > limit:
@@ -95,13 +95,13 @@ class EmbedsBuffer:
 
 
 class SharedBuffer(EmbedsBuffer):
-    """The writer's side: holds the memory's descriptor until `close`; mappings of it live on."""
+    """The writer's side: holds the memory's descriptor until `close`. Mappings of it outlive that."""
 
     def __init__(self, array: npt.NDArray[np.float32], limit: int | None = None) -> None:
-        """Copies a two-dimensional array; the only copy between the caller's memory and the engine.
+        """Copies a two-dimensional array: the only copy between the caller's memory and the engine.
 
         Raises:
-            UnavailableError: all buffers of this process would hold more than `limit` bytes.
+            UnavailableError: the buffers of this process would together exceed `limit` bytes.
         """
         self._fd = -1  # what __del__ needs if the next lines fail
         assert array.ndim == 2 and array.dtype == np.float32, (array.shape, array.dtype)
@@ -117,14 +117,15 @@ class SharedBuffer(EmbedsBuffer):
             np.copyto(self.array, array)
 
     def descriptor(self) -> SharedArray:
-        """Raises UnavailableError where the buffer is closed: its request is over."""
+        """Returns the location to send. Raises UnavailableError if the buffer is closed, as its request is
+        over."""
         if self._fd < 0:
             raise UnavailableError("the request's embeddings are gone: their buffer was closed")
         stat = os.fstat(self._fd)
         return SharedArray(os.getpid(), self._fd, self.shape, stat.st_dev, stat.st_ino)
 
     def close(self) -> None:
-        """Gives the descriptor and the mapping back; may be called again."""
+        """Closes the descriptor and the mapping; may be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,4 +1,4 @@
-"""StepObserver: follows the engine's steps for whoever looks at them from outside."""
+"""StepObserver: reports the engine's steps to profiles and to the record of suspects."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
 
 
 class StepObserver:
-    """Records steps for a profile, and tells which suspects are in the next one.
+    """Records steps for a profile, and reports which suspects are in the next step.
 
-    The engine calls `begin`, `planned`, `collected`, `updated` and `end` as it comes to these points of a
-    step. Nothing here decides what a step computes.
+    The engine calls `begin`, `planned`, `collected`, `updated`, `sending` and `end` at these points of a
+    step. Nothing here affects what a step computes.
 
     Args:
-        info: of the runner.
+        info: the runner's `RunnerInfo`.
     """
 
     def __init__(self, scheduler: Scheduler, info: RunnerInfo) -> None:
         self._scheduler, self._probation = scheduler, scheduler.probation
         self._info = info
         self.profile: StepProfile | None = None
-        """Recorder of the steps for a profile; None: none is being recorded."""
+        """The profile being recorded; None: none is."""
         self.on_suspects: Callable[[InFlightSuspects], None] | None = None
-        """Called with the suspects in the next step, before its launch, whenever they change."""
+        """Called with the suspects in the next step before its launch, whenever they have changed."""
         self._suspects = NO_SUSPECTS
 
     def begin_profile(self, command: Profile) -> StepProfile:
-        """Records the steps from now on, until it is over or taken out of `profile`.
+        """Starts to record steps, until the recording is over or taken out of `profile`.
 
         Raises:
-            UnavailableError: one is being recorded.
+            UnavailableError: another profile is being recorded.
         """
         if self.profile is not None and not self.profile.is_over:
             raise UnavailableError("a profile is being recorded, and there is one at a time")
@@ -43,7 +43,7 @@ class StepObserver:
         return self.profile
 
     def begin(self) -> None:
-        """A step begins: it is planned next."""
+        """Called before a step is planned."""
         if self.profile is not None:
             if self.profile.is_over:
                 self.profile = None
@@ -51,7 +51,7 @@ class StepObserver:
                 self.profile.phase("schedule")
 
     def planned(self, output: SchedulerOutput) -> None:
-        """A step is planned; it is launched next."""
+        """Called between planning and launching a step."""
         if self.profile is not None:
             output.is_timed = True
             self.profile.phase("wait", output.step)
@@ -62,21 +62,21 @@ class StepObserver:
                 self.on_suspects(suspects)
 
     def collected(self, output: SchedulerOutput) -> None:
-        """The oldest step is computed; the scheduler learns of its results next."""
+        """Called when the oldest step is computed, before the scheduler gets its results."""
         if self.profile is not None:
             self.profile.phase("update", output.step)
 
     def updated(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """The scheduler has the results of the oldest step."""
+        """Called after the scheduler has processed the results of the oldest step."""
         if self.profile is not None:
             self.profile.done(output, result, self._scheduler.stats())
 
     def sending(self) -> None:
-        """The outputs of a step are sent next."""
+        """Called before the outputs of a step are sent."""
         if self.profile is not None:
             self.profile.phase("send")
 
     def end(self) -> None:
-        """The engine goes back to its messages."""
+        """Called when the engine returns to its messages."""
         if self.profile is not None:
             self.profile.phase("")

@@ -1,11 +1,11 @@
-"""Supervisor of the engine: starts it, and lets several frontends share one.
+"""Starts the engine, and lets several frontends share one.
 
-Every frontend of one tritonserver that asks for an equal engine configuration gets the same engine: the
-instances of a model (`instance_group count: N`) and other models over it, such as a non-decoupled variant.
-They meet in a directory named after the server's process and a hash of the configuration and the state of
-the checkpoint's files; the one that takes its file lock first starts the engine, and the one that finds it
-dead starts the next generation. So a model that is loaded again behind a changed checkpoint gets an engine of
-its own, and one that is not goes on with the old weights.
+Frontends of one tritonserver with equal engine configurations share an engine: the instances of a model
+(`instance_group count: N`), and other models over it, such as a non-decoupled variant. They meet in a
+directory named after the server's process and a hash of the configuration and of the state of the
+checkpoint's files. The frontend that gets the directory's lock first starts the engine; one that finds it
+dead starts the next generation. So a model reloaded after its checkpoint changed gets a new engine, while
+other models keep the old weights.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """A running engine; `start_time` is that of its process."""
+    """Address of a running engine; `start_time` is that of its process."""
 
     pid: int
     address: str
     generation: int
     start_time: int
     directory: Path | None = None
-    """Where it says what is at risk, and beats; None: nowhere."""
+    """Directory with its suspects and its heartbeat; None: it has none."""
 
     def in_flight_suspects(self) -> InFlightSuspects:
-        """Reads which requests were at risk when the engine died; NO_SUSPECTS: none, or it is not known."""
+        """Returns the suspects in flight when the engine died; NO_SUSPECTS: none are known."""
         with self._opened() as directory:
             return NO_SUSPECTS if directory is None else directory.read_suspects(self.pid)
 
     def heartbeat(self) -> Heartbeat | None:
-        """Its heartbeat; None where there is none."""
+        """Returns the engine's heartbeat; None: it has none."""
         with self._opened() as directory:
             return None if directory is None else directory.heartbeat(self.pid)
 
     def was_stopped(self) -> bool:
-        """Whether it, or an engine in its place, was told to stop: no other is to follow."""
+        """Returns whether the engine or a successor was told to stop, so that no other may be started."""
         with self._opened() as directory:
             state = None if directory is None else directory.read_state()
         return state is not None and state.state == "stopped"
@@ -91,12 +91,12 @@ class EngineAddress:
 
 
 class EngineSupervisor:
-    """One frontend's view of the engine it shares.
+    """Manages the engine that a frontend shares with others.
 
     Args:
-        config: of the model; equal ones share an engine, but for the frontend's part.
-        server_pid: the tritonserver everything ends with; also part of the meeting place's name.
-        environment: variables of the engine that set it apart (CUDA_VISIBLE_DEVICES of an instance).
+        config: the model's configuration. Equal ones share an engine; the frontend's keys are ignored.
+        server_pid: the tritonserver with which everything ends; also part of the directory's name.
+        environment: environment variables that distinguish the engine (an instance's CUDA_VISIBLE_DEVICES).
     """
 
     def __init__(
@@ -120,27 +120,27 @@ class EngineSupervisor:
         self._closing = threading.Event()
 
     def begin(self) -> None:
-        """Starts the engine if there is none, and does not wait until it is ready; nor for another frontend
-        that has the directory locked, which starts it.
+        """Starts the engine if there is none, without waiting until it is ready. Returns at once if another
+        frontend holds the directory's lock, because that one starts the engine.
 
         Raises:
-            QuireError: the directory cannot be used, there is another checkpoint in the place of the one that
-                this frontend was loaded with, or the engine was told to stop.
+            QuireError: the directory cannot be used, the checkpoint was replaced since this frontend was
+                loaded, or the engine was told to stop.
         """
         with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
             self._running(directory)
 
     def ensure(self) -> EngineAddress:
-        """The running engine, started if there is none; to be called again after a failure.
+        """Returns the running engine, after starting it if necessary; call it again after a failure.
 
         Raises:
-            CheckpointError: the engine says why it cannot start (one line), or there is another checkpoint
-                in the place of the one that this frontend was loaded with.
-            ConfigError: the directory to meet in may be another user's.
-            EngineStoppedError: the engine that this frontend had, or the next one at its start, was told to
-                stop (SIGTERM).
-            UnavailableError: it ended without a word, was not ready in `startup_timeout_s` or before `close`
-                was called, or the directory cannot be written.
+            CheckpointError: the engine reports why it cannot start (one line), or the checkpoint was replaced
+                since this frontend was loaded.
+            ConfigError: the directory may belong to another user.
+            EngineStoppedError: this frontend's engine, or the next one at its start, was told to stop
+                (SIGTERM).
+            UnavailableError: the engine ended without a report, was not ready within `startup_timeout_s` or
+                before `close` was called, or the directory cannot be written.
         """
         with self._met() as directory:
             state, process = directory.read_state(), self._process
@@ -153,8 +153,8 @@ class EngineSupervisor:
 
     @contextlib.contextmanager
     def _met(self, timeout_s: float = math.inf) -> Iterator[RuntimeDirectory]:
-        """The directory, locked, and this frontend among those that are known there; TimeoutError, where
-        there is no time to wait: another one has it locked."""
+        """Locks the directory, with this frontend registered in it. Raises TimeoutError if another process
+        holds the lock for all of `timeout_s`."""
         try:
             with RuntimeDirectory.locked(self.directory, timeout_s) as directory:
                 if self._closing.is_set():  # what begins here now, nobody would end
@@ -168,7 +168,7 @@ class EngineSupervisor:
             raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
 
     def _running(self, directory: RuntimeDirectory) -> EngineState:
-        """The engine that runs or begins to, started if there is none."""
+        """Returns the state of the running or starting engine, after starting one if there is none."""
         self.reap()
         state = directory.read_state()
         if state is not None and state.state == "stopped" and self._address is not None:
@@ -185,7 +185,8 @@ class EngineSupervisor:
         return checkpoint_state(model.model, model.tokenizer, model.draft_model)
 
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
-        """Starts an engine, which waits until it is known of: without us it ends."""
+        """Starts an engine process. It waits until its state is recorded, and ends if this frontend dies
+        before."""
         now = self._checkpoint_state()
         if now and now != self._checkpoint:  # if there is none, the engine says what is missing
             raise CheckpointError(
@@ -208,7 +209,8 @@ class EngineSupervisor:
         return state
 
     def _wait_ready(self, directory: RuntimeDirectory, begun: EngineState) -> EngineAddress:
-        """The address of an engine that has begun, started by us or by a frontend that has died since."""
+        """Waits for a starting engine and returns its address; it may have been started by a frontend that
+        died since."""
         deadline = time.monotonic() + self.config.frontend.startup_timeout_s
         while True:
             is_alive = begun.is_alive  # before what it says is read
@@ -239,15 +241,15 @@ class EngineSupervisor:
                 raise UnavailableError("the model is being unloaded")
 
     def reap(self) -> None:
-        """Collects the exit status of an engine this frontend started, if it has ended."""
+        """Collects the exit status of an engine that this frontend started, if it has ended."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
 
     def close(self, timeout_s: float) -> None:
-        """Leaves the engine, after the goodbye: the last frontend waits for it to end and tidies up.
+        """Leaves the engine, after the goodbye. The last frontend waits for it to end and removes its files.
 
-        An engine that other frontends still use goes on. One that does not end by itself in `timeout_s` is
-        killed: a model that is being unloaded must not leave its memory behind.
+        An engine that other frontends use continues. One that does not end within `timeout_s` is killed,
+        because an unloaded model must free its memory.
         """
         self._closing.set()  # a thread that waits for an engine here has the directory locked
         try:
@@ -273,7 +275,8 @@ class EngineSupervisor:
 
 
 def runtime_base() -> Path:
-    """The folder for the directories of engines: QUIRE_RUNTIME_DIR, else the user's own, else everybody's."""
+    """Returns the folder for engines' directories: QUIRE_RUNTIME_DIR, else the user's own, else one shared by
+    all users."""
     if named := os.environ.get("QUIRE_RUNTIME_DIR"):
         return Path(named)
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nowhere")
@@ -285,10 +288,10 @@ def runtime_base() -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Removes the directories of servers that are gone and could not: they were killed.
+    """Removes the directories of servers that were killed and could not remove them.
 
-    Those of other users are left alone, and those that anybody has locked or an engine works in, which is
-    known also of processes that are not seen from here (of another container with the same folder).
+    Skips other users' directories, and those that are locked or used by an engine. This works also for
+    processes that are not visible here (in another container with the same folder).
     """
     for path in base.glob(f"quire-{os.getuid()}-*"):
         found = _NAME.fullmatch(path.name)
@@ -306,10 +309,10 @@ _NAME = re.compile(r"(?P<server>quire-[0-9]{1,10}-(?P<pid>[0-9]{1,9})-[0-9a-f]{8
 
 
 def _server_name(pid: int, start_time: int) -> str:
-    """Returns the beginning of the names of the directories of a server's engines.
+    """Returns the prefix of the directory names of a server's engines.
 
-    Start time and boot id are part of it: a container's server has the pid of the one before it, whose files
-    may still be there.
+    It includes start time and boot id, because a container's server has the pid of its predecessor, whose
+    files may still exist.
     """
     return f"quire-{os.getuid()}-{pid}-{_digest(f'{start_time} {_boot_id()}')[:8]}"
 
@@ -327,7 +330,7 @@ def _digest(text: str) -> str:
 
 
 def wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
-    """Waits for the end of a process, and makes one after `timeout_s`."""
+    """Waits for a process to end, and kills it after `timeout_s`."""
     pidfd = open_verified_pidfd(pid, start_time)
     if pidfd is None:
         return
@@ -340,7 +343,7 @@ def wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
 
 
 def engine_python() -> str:
-    """The interpreter of the engine: a stub's own `sys.executable` cannot be trusted."""
+    """Returns the Python interpreter for the engine; a Triton stub's own `sys.executable` is not reliable."""
     named = os.environ.get("QUIRE_PYTHON")
     if named:
         return named
@@ -352,7 +355,7 @@ def engine_python() -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """Environment of the engine: our packages importable, and UTF-8 whatever the stub's locale is."""
+    """Returns the engine's environment: our packages importable, and UTF-8 whatever the stub's locale is."""
     environment = dict(os.environ)
     environment["PYTHONUTF8"] = "1"
     # OpenMP's threads spin while they wait for each other, by default for milliseconds. Where another process

@@ -1,8 +1,8 @@
 """WorkerGroup: a runner whose model lives in several processes, one for each tensor-parallel rank.
 
-It is the engine's half of `quire.worker.process`; steps and their results are pickled over pairs of sockets.
-On the CPU the ranks' blocks lie in memory that both map: here they are saved, copied and loaded, there
-computed on.
+It is the engine's half of `quire.worker.process`. Steps and their results are pickled over socket pairs. On
+the CPU both sides map the memory of the ranks' blocks: the engine saves, copies and loads blocks, and the
+ranks compute on them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from quire.outputs import ModelRunnerOutput, RowOutput, RunnerInfo, SchedulerOut
 from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready, Start
 
 CLOSE_WAIT_S = 10.0
-"""How long a worker may take to its end before it is killed."""
+"""Seconds that a worker may take to end before it is killed."""
 FAILED_WAIT_S = 5.0
-"""How long the others may take when one rank has failed: what failed on each of them comes from all, and who
-waits for a rank that has given up would wait for ever."""
+"""Seconds to wait for the other ranks after one has failed. If all ranks fail alike, each answers in time; a
+rank that waits for a failed one would wait for ever."""
 
 
 class MappedBlocks:
-    """The blocks of all ranks, in memory that both sides map: of each block the ranks' parts, one behind the
-    other.
+    """The blocks of all ranks, in memory that both sides map. A block consists of the ranks' parts, one after
+    another.
 
     Args:
-        parts: process, descriptor in it, and bytes of its part of a block, for each rank.
+        parts: for each rank its process, the descriptor in that process, and the bytes of its part of a
+            block.
     """
 
     def __init__(self, num_blocks: int, parts: Sequence[tuple[int, int, int]]) -> None:
@@ -79,7 +80,7 @@ class MappedBlocks:
 
 
 class RemoteBlocks:
-    """Blocks on GPUs of other processes, which nothing but these reaches."""
+    """Blocks on the GPUs of other processes; this process cannot reach them."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -98,7 +99,7 @@ class RemoteBlocks:
 
 
 class Worker:
-    """One process, and the socket to it."""
+    """A worker process, and the socket to it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -115,28 +116,30 @@ class Worker:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def send(self, message: object) -> None:
-        """Raises WorkerLostError where it is gone."""
+        """Sends a message; raises WorkerLostError if the process is gone."""
         try:
             self.connection.send(message)
         except OSError:
             raise self.lost() from None
 
     def receive(self) -> Any:
-        """Its next message; raises as `send`."""
+        """Returns the worker's next message; raises as `send`."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             raise self.lost() from None
 
     def lost(self) -> WorkerLostError:
-        """Makes the error to raise where the worker is gone; waits a second at most for its exit status."""
+        """Returns the error to raise for a worker that is gone; waits at most a second for its exit
+        status."""
         status = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self.process.wait(1.0)
         return WorkerLostError(f"the worker process of rank {self.rank} is gone (exit status {status})")
 
     def hang_up(self) -> None:
-        """Tells it to end. To close the socket is not enough: forks of this process have it, too."""
+        """Tells the worker to end. Closing the socket is not enough, because forks of this process hold it,
+        too."""
         if os.getpid() != self._pid:
             return  # a fork of its owner has no say
         with contextlib.suppress(OSError):
@@ -146,20 +149,20 @@ class Worker:
 
 
 class WorkerGroup:
-    """A `Runner` in other processes, two or more as `tensor_parallel_size` says, which end with this one.
+    """A `Runner` in `tensor_parallel_size` other processes, which end with this one.
 
     Raises:
-        QuireError: a worker says why it cannot start.
-        WorkerLostError: one died, at the start or (of every method) later, or has failed while others wait
-            for it.
+        QuireError: a worker reports why it cannot start.
+        WorkerLostError: a worker died (at the start, or later in any method), or failed while others wait for
+            it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._results: deque[ModelRunnerOutput | Failed] = deque()
-        """Results of steps that are done and not collected, the oldest first."""
+        """Results of finished steps that were not collected, the oldest first."""
         self._num_computing = 0
         self._answers: dict[int, Any] = {}
-        """Answers by rank, of workers that have answered while others are waited for."""
+        """Answers by rank that arrived while other ranks are still waited for."""
         self._tiers: KVTiers | None = None
         size = config.model.tensor_parallel_size
         self._meeting = os.memfd_create("quire-ranks")
@@ -212,7 +215,8 @@ class WorkerGroup:
         self._tiers = tiers
 
     def launch(self, output: SchedulerOutput) -> None:
-        """See `Runner`; a step behind one under way begins when that is done, and is planned by then."""
+        """See `Runner`. A step launched while another is in flight begins when that one ends; it is prepared
+        by then."""
         # Blocks are moved only while nothing is computed on them.
         while self._num_computing:
             self._results.append(self._result())
@@ -248,7 +252,7 @@ class WorkerGroup:
                 raise worker.lost()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes."""
         self._hang_up()
         deadline = time.monotonic() + CLOSE_WAIT_S
         for worker in self._workers:
@@ -269,12 +273,13 @@ class WorkerGroup:
             worker.hang_up()
 
     def _kill(self) -> None:
-        """Ends those that wait for a rank which is gone or has given up: they take no notice of sockets."""
+        """Kills the ranks that wait for one that is gone or has failed; they do not read their sockets."""
         for worker in self._workers:
             worker.process.kill()
 
     def _result(self) -> ModelRunnerOutput | Failed:
-        """That of the oldest step which is computed: the first rank's, who all have drawn the same."""
+        """Returns the first rank's result of the oldest computed step; all ranks have sampled the same
+        tokens."""
         results = self._receive_all()
         self._num_computing -= 1
         for one in results:
@@ -285,7 +290,7 @@ class WorkerGroup:
         return first
 
     def _ask(self, message: str) -> None:
-        """Returns when all have done it."""
+        """Sends a request to all ranks and returns when all have carried it out."""
         self._send(message)
         self._receive()
 
@@ -299,7 +304,7 @@ class WorkerGroup:
             raise
 
     def _receive(self) -> list[Any]:
-        """An answer of each, none of which is a failure."""
+        """Returns one answer per rank; raises if one of them is a failure."""
         answers = self._receive_all()
         for answer in answers:
             if isinstance(answer, Failed):
@@ -307,7 +312,7 @@ class WorkerGroup:
         return answers
 
     def _receive_all(self) -> list[Any]:
-        """The next message of each worker."""
+        """Returns the next message of each worker."""
         answers = self._answers  # kept where this is interrupted: nobody answers twice
         failed: tuple[int, Failed] | None = None
         deadline: float | None = None
@@ -329,8 +334,8 @@ class WorkerGroup:
 
 
 def _agreed(rows: tuple[RowOutput, ...]) -> RowOutput:
-    """A row of which the ranks must have drawn the same tokens; else it fails, alone: the others are as they
-    were. (A custom logits processor that is random, or a grammar whose time was up on one rank.)"""
+    """Returns the row's output if the ranks have sampled the same tokens; else an error for this row alone.
+    (A random custom logits processor, or a grammar that timed out on one rank, can cause this.)"""
     for row in rows:
         if row.error:
             return row
