@@ -1,1 +1,1 @@
-"""The parts of a request that say what a client asks for, and the checks of them."""
+"""The parts of a request that a client can set, and their validation."""

@@ -1,11 +1,11 @@
-"""Logits processors: an operator's own code between the model's logits and the sampler, by name.
+"""Logits processors: an operator's code that runs between the model's logits and the sampler, by name.
 
-The configuration key `logits_processors` lists them, name to "file.py:Class" (relative to the model's version
-directory, and not outside of it) or "package.module:Class". Nothing else is ever imported; a request names
-entries of that list and may give them arguments.
+The configuration key `logits_processors` maps names to "file.py:Class" (relative to the model's version
+directory, and inside it) or "package.module:Class". Nothing else is ever imported. A request names entries of
+that mapping and may pass arguments to them.
 
-Such a class is a `LogitsProcessor`. It runs in the process that computes steps, between them: all requests
-wait for as long as it takes, its constructor included. What it raises ends the request alone.
+Such a class is a `LogitsProcessor`. It runs in the process that computes steps, between them. All requests
+wait while it runs, and while it is constructed. An exception ends only its own request.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ if TYPE_CHECKING:
 MAX_PROCESSORS = 8
 MAX_NAME = 128
 MAX_ARGS = 16 * 1024
-"""Characters of one processor's arguments, as JSON."""
+"""Most characters of one processor's arguments, as JSON."""
 
 
 class LogitsProcessor(Protocol):
-    """A logits processor, which an operator writes. It is made as `Class(**args)` for each sequence of a
-    request, and anew after a preemption. So its effect must follow from its arguments and `token_ids`
-    alone."""
+    """Base class of logits processors, which operators write. It is constructed as `Class(**args)` for each
+    sequence of a request, and again after a preemption. So its effect must depend only on its arguments and
+    `token_ids`."""
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
-        """Changes the logits that the next token is drawn from, before penalties, bias, bans and filters.
+        """Changes the logits of the next token in place, before penalties, bias, bans and filters.
 
         Args:
-            token_ids: prompt and output so far; not to be changed.
-            logits: float32 [vocab_size], on the model's device, changed in place. -inf bans a token; where
-                nothing finite is left the request ends with an error.
+            token_ids: prompt and output so far; must not be changed.
+            logits: float32 [vocab_size], on the model's device. -inf bans a token; if no finite entry is
+                left, the request ends with an error.
         """
 
 
 class NamedProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One that a request asks for."""
+    """A logits processor that a request asks for."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME)]
     args: Annotated[str, Meta(max_length=MAX_ARGS)] = "{}"
-    """A JSON object of keyword arguments."""
+    """Keyword arguments, as the text of a JSON object."""
 
 
 def parse_logits_processors(field: str, value: Any) -> tuple[NamedProcessor, ...]:
-    """A list of names or of {"name": ..., "args": {...}}, or the JSON text of one.
+    """Parses a list of names or of {"name": ..., "args": {...}}, or its JSON text.
 
     Raises:
-        InvalidArgumentError: it is no such list, or longer than allowed.
+        InvalidArgumentError: it is not such a list, or too long.
     """
     if isinstance(value, str):
         try:
@@ -90,20 +90,20 @@ def _parse_entry(field: str, entry: Any) -> NamedProcessor:
 
 
 def load_logits_processors(entries: Mapping[str, str]) -> dict[str, Callable[..., LogitsProcessor]]:
-    """The classes of `logits_processors` by name; imports what they are in.
+    """Imports and returns the classes of the configuration key `logits_processors`, by name.
 
     Raises:
-        ConfigError: one cannot be had; names it and says why.
+        ConfigError: one cannot be imported; names it and says why.
     """
     return {name: load_class(f"logits_processors: {name!r:.80}", where) for name, where in entries.items()}
 
 
 class RowProcessors:
-    """The processors of one sequence.
+    """Runs the processors of one sequence.
 
     Args:
-        classes: all that are listed.
-        named: those that its request asks for, in their order.
+        classes: all classes that the configuration lists.
+        named: the processors that the request asks for, in order.
     """
 
     __slots__ = ("_calls", "error", "error_code")
@@ -113,7 +113,7 @@ class RowProcessors:
     ) -> None:
         self._calls: list[tuple[str, LogitsProcessor]] = []
         self.error = ""
-        """Why the request must end; empty: it need not."""
+        """Error for which the request must end; empty: none."""
         self.error_code = EngineError.code
         for one in named:
             try:
@@ -124,7 +124,7 @@ class RowProcessors:
                 return
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
-        """Calls each; what one raises is left in `error`."""
+        """Calls each processor in order; an exception is stored in `error`."""
         for name, call in () if self.error else self._calls:
             try:
                 call(token_ids, logits)

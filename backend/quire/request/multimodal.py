@@ -15,33 +15,34 @@ from quire.errors import InvalidArgumentError
 
 @dataclass(slots=True, eq=False)
 class PromptEmbeds:
-    """Rows that take the place of the embeddings of placeholder tokens.
+    """Rows that replace the embeddings of placeholder tokens.
 
-    Row r of `embeds` belongs to the r-th prompt token that lies in a span. The rows stay until the request
-    ends: a preempted one computes them again.
+    Row r of `embeds` belongs to the r-th prompt token that lies in a span. The rows are kept until the
+    request ends, because a preempted request computes them again.
     """
 
     embeds: Any
-    """float32 [rows, embeds_size of the model], numpy, or torch where it came by CUDA IPC; may lie in memory
-    shared with a frontend, and is never written."""
+    """float32 [rows, embeds_size of the model]: a numpy array, or a torch tensor if it came by CUDA IPC. It
+    may lie in memory shared with a frontend, and is never written."""
     spans: tuple[tuple[int, int], ...]
-    """(first prompt token, number of tokens) of each image, ascending and apart."""
+    """(first prompt token, number of tokens) of each image, ascending and without overlap."""
     hashes: tuple[str, ...]
-    """Content hash of each image: what the prefix cache tells images by."""
+    """Content hash of each image, by which the prefix cache distinguishes images."""
     position_ids: npt.NDArray[np.int32] | None = None
-    """[3, prompt tokens] (time, height, width) for models with M-RoPE; None: a token's index."""
+    """[3, prompt tokens] (time, height, width) for models with M-RoPE; None: each position is the token's
+    index."""
 
     @property
     def position_delta(self) -> int:
-        """Number to add to the index of a token after the prompt to get its position; 0 without
+        """Difference between the position of a token after the prompt and its index; 0 without
         `position_ids`."""
         if self.position_ids is None:
             return 0
         return int(self.position_ids.max()) + 1 - self.position_ids.shape[1]
 
     def key_of(self, begin: int, end: int) -> bytes:
-        """Bytes for everything besides token ids that the keys and values of tokens [begin, end) depend on:
-        the images among them, where these begin, and positions that are not a token's index."""
+        """Returns a key for everything besides token ids that determines the keys and values of tokens
+        [begin, end): their images, where these begin, and positions that differ from the token's index."""
         parts = [
             f"{content_hash}@{start - begin};".encode()
             for (start, length), content_hash in zip(self.spans, self.hashes, strict=True)
@@ -53,7 +54,8 @@ class PromptEmbeds:
         return b"".join(parts)
 
     def rows_in(self, begin: int, end: int) -> list[tuple[int, Any]]:
-        """The rows for tokens [begin, end): (token, rows for it and its successors) per image touched."""
+        """Returns the rows for tokens [begin, end), one entry per image: (first token, rows for it and its
+        successors)."""
         found = []
         first_row = 0
         for start, length in self.spans:
@@ -65,7 +67,7 @@ class PromptEmbeds:
 
 
 def content_hashes(embeds: npt.NDArray[np.float32], spans: Sequence[tuple[int, int]]) -> list[str]:
-    """A hash of each image's rows; about 1 ms per MB."""
+    """Returns a hash of each image's rows; takes about 1 ms per MB."""
     hashes, first_row = [], 0
     for _, length in spans:
         rows = np.ascontiguousarray(embeds[first_row : first_row + length])
@@ -75,7 +77,8 @@ def content_hashes(embeds: npt.NDArray[np.float32], spans: Sequence[tuple[int, i
 
 
 def check_spans(spans: Sequence[tuple[int, int]], *, num_rows: int, num_prompt_tokens: int) -> None:
-    """Raises InvalidArgumentError unless the spans are ascending, apart, in the prompt and hold every row."""
+    """Raises InvalidArgumentError unless the spans ascend without overlap, lie in the prompt and hold every
+    row."""
     end = 0
     for index, (start, length) in enumerate(spans):
         if start < end or length < 1 or start + length > num_prompt_tokens:

@@ -1,8 +1,8 @@
-"""SamplingParams: what a request may say about how its tokens are chosen and when it ends.
+"""SamplingParams: a request's parameters for sampling and for its end.
 
-The same names reach us as typed tensors, as JSON, and as Triton request parameters, with numbers often
-written as strings (perf_analyzer cannot send floats). `parse_sampling_params` checks all of these;
-the engine checks the limits once more as it decodes a message, and everything behind it may trust the values.
+The same names arrive as typed tensors, as JSON, and as Triton request parameters, with numbers often written
+as strings (perf_analyzer cannot send floats). `parse_sampling_params` validates all of these. The engine
+checks the limits once more when it decodes a message; later code may trust the values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger("quire")
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 64
 MAX_PROMPT_LOGPROBS = 2**18
-"""Numbers that a request may have as log-probabilities of its prompt: some 7 MB of JSON."""
+"""Most log-probabilities that a request may ask for of its prompt: some 7 MB of JSON."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STRINGS_LENGTH = 4096
-"""Characters of all stop strings of a request, and of all its bad words."""
+"""Most characters of all stop strings of a request, and of all its bad words."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 256
@@ -46,19 +46,19 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Tokens around a model's reasoning, for `thinking_budget`."""
+    """Token ids around a model's reasoning, for `thinking_budget`."""
 
     is_open: bool
-    """Whether the prompt ends within reasoning."""
+    """Whether reasoning is open at the end of the prompt."""
     open_ids: _SomeIds
     end_ids: _SomeIds
     forced_ids: _SomeIds
-    """Token ids that are forced when the budget of reasoning is used up; they begin with `end_ids`."""
+    """Token ids that are forced once the reasoning budget is used up; they begin with `end_ids`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request is sampled and ended. Defaults are neutral; temperature 0 is greedy. The limits of
-    numbers hold for what clients send and for what the engine receives.
+    """Sampling and end of one request. Defaults have no effect; temperature 0 is greedy. The ranges of
+    numbers apply both to clients' values and to what the engine receives.
 
     Order of the transforms is that of transformers: penalties, logit bias, bans (n-grams, bad words,
     min-tokens masks), then temperature, top-k, top-p, min-p, typical-p.
@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=1024)] = 0
     logit_bias: dict[_Count, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     bad_words: tuple[str, ...] = ()
-    """Words that never appear; tokenized in the frontend, which fills `bad_words_ids`."""
+    """Words that never appear. The frontend tokenizes them into `bad_words_ids`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities to return: k for the sampled token and the k most likely ones; None: none."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Log-probabilities to return for the prompt's tokens after the first: k as in `logprobs`; None: none."""
+    """Log-probabilities to return for the prompt's tokens after the first, k as in `logprobs`; None: none."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Choices to return, each with an index."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -104,29 +104,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     """Beams are ranked by the sum of log-probabilities / length ** length_penalty (as transformers)."""
     early_stopping: bool | None = False
-    """Beam search ends with `beam_width` finished beams (True), when no better one is likely (False), or
-    when none is possible (None; transformers' "never")."""
+    """When beam search ends: True: with `beam_width` finished beams; False: when a better one is unlikely;
+    None: when a better one is impossible (transformers' "never")."""
     thinking_budget: _Count | None = None
-    """Most tokens of reasoning; then the closing tag is forced. None: no limit."""
+    """Most tokens of reasoning, after which the closing tag is forced. None: no limit."""
     thinking: Thinking | None = None
-    """Token ids of the tags around the model's reasoning. The frontend fills them in where there is a
+    """Token ids of the tags around the model's reasoning. The frontend sets it if there is a
     `thinking_budget`; else None."""
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
     dimensions: _Count = 0
-    """Length of the embedding of the prompt that is wanted in place of tokens; 0: tokens are wanted."""
+    """Length of the prompt's embedding, which is returned instead of tokens; 0: tokens are generated."""
     logits_processors: Annotated[tuple[NamedProcessor, ...], Meta(max_length=MAX_PROCESSORS)] = ()
     """Logits processors for the request, in the order in which they are called. The engine's configuration
     must list them."""
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated at a time."""
+        """Number of sequences generated at the same time."""
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
     def is_ranked(self) -> bool:
-        """Whether choices compete, so that all of them are known only at the end."""
+        """Whether choices compete, so that the result is known only when all have ended."""
         return self.beam_width > 1 or (self.best_of or 1) > self.n
 
     @property
@@ -141,15 +141,17 @@ _UNUSED_DEFAULTS = (
     "max_time", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "dola_layers",
     "forced_decoder_ids", "token_healing",
 )  # fmt: skip
-"""Keys of generation_config.json with which transformers chooses other tokens."""
+"""Keys of generation_config.json whose other values would make transformers choose other tokens than we
+do."""
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` of a request with `seed`: `seed` itself for choice 0.
+    """Returns the seed of choice `index` of a request with `seed`: `seed` itself for choice 0.
 
-    The others take the `index`-th number of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-    number generators", OOPSLA 2014), started at the mixed seed: started at the seed itself, requests whose
-    seeds are neighbours would share choices. Fixed for ever, as seeded outputs depend on it.
+    Other choices get the `index`-th number of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014), started at the mixed seed. Started at the seed itself,
+    requests with neighbouring seeds would share choices. It must never change, because seeded outputs depend
+    on it.
 
     Args:
         seed: in [0, 2**64).
@@ -166,7 +168,8 @@ def _mix(value: int) -> int:
 
 
 def _json_if_text(field: str, value: Any, opening: str) -> Any:
-    """Lists and objects of numbers may come as JSON text, as request parameters carry only scalars."""
+    """Parses JSON text if the value is text that begins with `opening`: request parameters carry only
+    scalars."""
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return parse_json(field, value)
@@ -245,7 +248,7 @@ _CONVERTERS = {
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
-"""Every name a request may use, in the three forms (tensor, JSON, request parameter)."""
+"""All parameter names that a request may use as tensor, JSON key or request parameter."""
 
 ALIASES: dict[str, str] = {
     "max_new_tokens": "max_tokens",
@@ -253,18 +256,19 @@ ALIASES: dict[str, str] = {
     "stop_words": "stop",
     **dict.fromkeys(STRUCTURED_FIELDS, "structured_output"),
 }
-"""Names of peers that mean the same thing."""
+"""Names that other servers use for the same parameters."""
 
 
 def parse_sampling_params(
     *sources: Mapping[str, Any], defaults: SamplingParams | None = None
 ) -> SamplingParams:
-    """Checks and merges what a request says; the first source that names a parameter wins.
+    """Validates and merges a request's parameters; the first source that names a parameter wins.
 
     Args:
         sources: mappings of parameter name to raw value, most specific first (typed tensors, JSON object,
             request parameters). A value of None means "not given".
-        defaults: values for what no source names: those of the checkpoint's generation_config.json.
+        defaults: values for parameters that no source names: those of the checkpoint's
+            generation_config.json.
 
     Raises:
         InvalidArgumentError: unknown name, wrong type or value outside its range; names the parameter.
@@ -317,7 +321,7 @@ def check_limits(params: SamplingParams) -> None:
 
 
 def check_together(params: SamplingParams) -> None:
-    """Raises InvalidArgumentError for parameters that exclude each other."""
+    """Raises InvalidArgumentError for parameters that conflict."""
     if params.best_of is not None and params.best_of < params.n:
         raise fail("best_of", f"must be at least n ({params.n}), got {params.best_of}")
     if params.beam_width > 1:
@@ -338,7 +342,7 @@ def check_together(params: SamplingParams) -> None:
 
 
 def _check_one_grammar(source: Mapping[str, Any]) -> None:
-    """Several names of the same thing in one place hardly mean the same grammar."""
+    """Raises InvalidArgumentError if one source states a grammar under several names."""
     named = [name for name in STRUCTURED_FIELDS if source.get(name) is not None]
     if len(named) > 1:
         raise fail(named[1], f"must not be given beside {named[0]}: a request has one grammar")
@@ -349,10 +353,10 @@ def _shapes(given: Mapping[str, Any], name: str) -> bool:
 
 
 def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
-    """Defaults that a checkpoint's generation_config.json states.
+    """Returns the sampling defaults in a checkpoint's generation_config.json.
 
-    `do_sample` false or absent means greedy whatever temperature the file carries. Without `top_k` there is
-    no limit, as in vLLM, where transformers takes 50. EOS ids are not part of the sampling parameters: see
+    If `do_sample` is false or absent, sampling is greedy whatever temperature the file has. Without `top_k`
+    there is no limit, as in vLLM; transformers uses 50. EOS ids are not sampling parameters: see
     `quire.config.ModelConfig`.
     """
     given: dict[str, Any] = {}

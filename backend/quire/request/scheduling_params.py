@@ -1,4 +1,4 @@
-"""SchedulingParams: what a request may say about when it runs and what stays in the cache after it."""
+"""SchedulingParams: a request's parameters for when it runs and what stays in the cache after it."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ MAX_DRAFT_TOKENS = 64
 MAX_RETENTION = 100
 DEFAULT_RETENTION = 35
 MAX_PIN_TTL_S = 3600.0
-"""Longest time that a pin lasts after the request that asks for it; the next request may ask again."""
+"""Longest time to live of a pin after its request ends; the next request may renew it."""
 
 
 Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]
-"""Not infinite, and a number."""
+"""A finite number of seconds."""
 
 
 class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Validated by the frontend; nothing in it changes which tokens are generated."""
+    """Scheduling and caching of one request, validated by the frontend; it never changes which tokens are
+    generated."""
 
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    """Class; a smaller number is more urgent (as in vLLM)."""
+    """Priority class; a smaller number is more urgent (as in vLLM)."""
     tenant: str = ""
-    """The account that the request runs on; empty: the common one."""
+    """Tenant whose quota and limits apply; empty: the tenant that all unnamed requests share."""
     cache_salt: str = ""
-    """Requests share cached blocks only with those of the same salt."""
+    """Salt of the block hashes: requests share cached blocks only if their salts are equal."""
     retention: Annotated[int, Meta(ge=0, le=MAX_RETENTION)] = DEFAULT_RETENTION
-    """Retention priority: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
+    """Retention priority: blocks with a higher one are evicted later (as in TensorRT-LLM)."""
     cache_ttl_s: Seconds | None = None
     """Seconds unused after which its cached blocks are forgotten; None: the engine's `cache_ttl_s`."""
     pin: bool = False
-    """Keeps the blocks of the prompt from eviction for `cache_ttl_s`, at most MAX_PIN_TTL_S, or until
+    """Whether the prompt's blocks are pinned, for `cache_ttl_s` but at most MAX_PIN_TTL_S, or until
     `unpin`."""
     session: str = ""
-    """Conversation whose blocks are pinned from turn to turn, for `session_ttl_s`."""
+    """Conversation whose blocks stay pinned from turn to turn, for `session_ttl_s`; empty: none."""
     session_end: bool = False
-    """Releases the conversation's blocks when this request ends."""
+    """Whether the conversation's blocks are unpinned when this request ends."""
     ttft_deadline: Seconds | None = None
-    """CLOCK_MONOTONIC seconds: without a token by then, the request ends with finish_reason timeout."""
+    """CLOCK_MONOTONIC seconds by which a first token must exist, else the request ends with finish_reason
+    timeout; None: no deadline of its own."""
     cache_result: bool = True
-    """Whether its result may come from the result cache, and be kept there."""
+    """Whether the result may be read from, and stored in, the result cache."""
     num_draft: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
-    """Most tokens that a step tries of it beyond the next one, at most the engine's `num_draft_tokens`; None:
-    as many as that."""
+    """Most draft tokens per step for this request, capped by the engine's `num_draft_tokens`; None: that
+    number."""
     is_internal: bool = msgspec.field(default=False, name="exempt")
-    """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for
-    it. Its name in messages and traces is `exempt`."""
+    """Whether the request is the engine's own (warm-up, probe): no limit refuses, delays or ends it, and no
+    tenant pays for it. Its name in messages and traces is `exempt`."""
     deadline: Seconds | None = None
-    """CLOCK_MONOTONIC seconds: unfinished by then, the request ends with finish_reason timeout."""
+    """CLOCK_MONOTONIC seconds by which the request must be finished, else it ends with finish_reason timeout;
+    None: no deadline of its own."""

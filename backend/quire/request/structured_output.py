@@ -1,6 +1,6 @@
-"""StructuredOutput: the grammar that a request's output must follow, in each of the forms clients write it.
+"""StructuredOutput: the grammar that a request's output must follow, parsed from each form that clients use.
 
-Here is only what can be judged without a vocabulary; whether a grammar compiles is told when it is compiled.
+This module checks only what needs no vocabulary; compiling the grammar finds further errors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quire_common.client_json import parse_json
 from quire_common.errors import InputError, kind
 
 MAX_GRAMMAR_LENGTH = 2**17
-"""Characters of a JSON schema, an EBNF grammar or a structural tag."""
+"""Most characters of a JSON schema, an EBNF grammar or a structural tag."""
 MAX_REGEX_LENGTH = 2**13
 MAX_ALTERNATIVES = 2**10
-"""Strings of a `choice`."""
+"""Most strings in a `choice`."""
 MAX_ALTERNATIVE_LENGTH = 2**12
 MAX_ALTERNATIVES_LENGTH = 2**16
-"""Characters of all strings of a `choice`."""
+"""Most characters in all strings of a `choice`."""
 MAX_AFTER_LENGTH = 2**8
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -35,33 +35,34 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     json: str = ""
     """A JSON schema, as JSON text of an object."""
     json_object: bool = False
-    """Any JSON object."""
+    """Whether the output must be a JSON object, of any content."""
     regex: str = ""
-    """A regular expression for the whole output."""
+    """A regular expression that the whole output must match."""
     choice: tuple[str, ...] = ()
-    """The output is one of these."""
+    """Strings of which the output must be one."""
     grammar: str = ""
     """A context-free grammar in EBNF or Lark's notation."""
     structural_tag: str = ""
-    """JSON text: free text in which tags begin what must follow a grammar."""
+    """JSON text of a structural tag: free text in which tags begin parts that follow a grammar."""
     after: str = ""
-    """The grammar begins behind the first occurrence of this text in the output; empty: at once."""
+    """Text after whose first occurrence in the output the grammar applies; empty: it applies from the
+    start."""
 
     @property
     def kind(self) -> str:
-        """The one of KINDS that is set."""
+        """Name of the one field among KINDS that is set."""
         return next(name for name in KINDS if getattr(self, name))
 
 
 def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
-    """The grammar that a client's value states.
+    """Parses the grammar in a client's value.
 
     Args:
-        field: name under which the value came, one of FIELDS; it decides how the value is read.
-        value: not None.
+        field: name of the value, one of FIELDS; it decides how the value is read.
+        value: the client's value, not None.
 
     Returns:
-        None where OpenAI's `response_format` asks for plain text.
+        The grammar; None: OpenAI's `response_format` asks for plain text.
 
     Raises:
         InvalidArgumentError: names `field`, what is wrong, and the limit.
@@ -73,14 +74,14 @@ def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
 
 
 def check_structured_output(value: StructuredOutput) -> None:
-    """Raises InvalidArgumentError for a value that parse_structured_output would not make."""
+    """Raises InvalidArgumentError for a value that parse_structured_output would refuse."""
     stated = {name: given for name, given in msgspec.structs.asdict(value).items() if given}
     if _build("structured_output", stated) != value:
         raise fail("structured_output", "must hold normalized JSON")
 
 
 def _object(field: str, value: Any) -> dict[str, Any]:
-    """A JSON object, given as such or as its text."""
+    """Returns a JSON object given as such or as text."""
     try:
         found = parse_json(field, value) if isinstance(value, str) else value
     except InputError as error:
@@ -91,7 +92,7 @@ def _object(field: str, value: Any) -> dict[str, Any]:
 
 
 def _json(field: str, value: Any) -> str:
-    """Normalized JSON text of an object, keys in the order that was given: it is that of the output."""
+    """Returns the normalized JSON text of an object. Keys keep their order, because the output follows it."""
     found = _object(field, value)
     try:
         text = json.dumps(found, separators=(",", ":"))
@@ -146,7 +147,7 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _build(field: str, stated: Mapping[str, Any]) -> StructuredOutput:
-    """Makes the constraint from the keys of our own object. Null, and false for `json_object`, count as not
+    """Returns the constraint from the keys of our own object. Null, and false for `json_object`, count as not
     given."""
     given: dict[str, Any] = {}
     for key, value in stated.items():
@@ -169,13 +170,13 @@ def _own(field: str, value: Any) -> StructuredOutput:
 
 
 def _vllm(field: str, value: Any) -> StructuredOutput:
-    """vLLM's object, whose further keys choose and tune a library: only what changes nothing is taken."""
+    """Parses vLLM's object. Its keys that tune a grammar library are accepted only if they change nothing."""
     stated = {key: given for key, given in _object(field, value).items() if given or key in KINDS}
     return _build(field, stated)
 
 
 def _openai(field: str, value: Any) -> StructuredOutput | None:
-    """OpenAI's `response_format`, with vLLM's `structural_tag` besides."""
+    """Parses OpenAI's `response_format`, and vLLM's `structural_tag` in it."""
     stated = _object(field, value)
     form = stated.pop("type", None)
     if form == "text":
@@ -213,4 +214,4 @@ FIELDS: dict[str, Callable[[str, Any], StructuredOutput | None]] = {
     "guided_grammar": _guided("grammar"),
     "response_format": _openai,
 }
-"""Every name under which a grammar may come: ours first, then those of vLLM, then OpenAI's."""
+"""Parser of each field that may hold a grammar: ours first, then vLLM's, then OpenAI's."""

@@ -1,4 +1,4 @@
-"""Checks of a request against the model it goes to; run in the frontend and again by the engine."""
+"""Validates a request against its model; run in the frontend and again in the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from quire.request.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidArgumentError for a prompt the model cannot take; one token must be left to generate."""
+    """Raises InvalidArgumentError for a prompt that the model cannot take; at least one token must be left to
+    generate."""
     if not prompt_token_ids:
         raise InvalidArgumentError("prompt", "must hold at least one token")
     check_prompt_length(len(prompt_token_ids), max_model_len)
@@ -29,7 +30,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidArgumentError when a parameter names a token the model does not have."""
+    """Raises InvalidArgumentError if a parameter names a token id outside the vocabulary."""
     named = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(params.logit_bias),
@@ -45,7 +46,7 @@ def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
-    """Raises InvalidArgumentError when the log-probabilities of a prompt are too many to be told at once."""
+    """Raises InvalidArgumentError if the prompt log-probabilities are too many for one response."""
     if params.prompt_logprobs is None:
         return
     count = (num_prompt_tokens - 1) * (params.prompt_logprobs + 1)
@@ -58,15 +59,15 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 
 def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
-    """Sampling parameters of a request for the prompt's embedding: all but `dimensions` is dropped, as
-    nothing is sampled.
+    """Returns the sampling parameters of an embedding request. All but `dimensions` is dropped, because no
+    token is sampled.
 
     Args:
-        params: without `dimensions` the embedding is to have all of the model's.
+        params: the client's parameters; without `dimensions` the embedding has the model's full size.
 
     Raises:
-        InvalidArgumentError: the model does not have so many dimensions, or something about sampled tokens is
-            asked for as well.
+        InvalidArgumentError: the model has fewer dimensions, or a parameter about sampled tokens is set as
+            well.
     """
     if params.dimensions > hidden_size:
         raise InvalidArgumentError(
@@ -96,7 +97,7 @@ def check_logits_processors(params: SamplingParams, listed: Container[str]) -> N
 
 
 def check_choices(params: SamplingParams, max_num_seqs: int) -> None:
-    """Raises InvalidArgumentError when the choices of a request can never be computed together."""
+    """Raises InvalidArgumentError if the request has more choices than can ever be computed together."""
     if params.num_sequences > max_num_seqs:
         field = "beam_width" if params.beam_width > 1 else "best_of" if params.best_of else "n"
         raise InvalidArgumentError(
