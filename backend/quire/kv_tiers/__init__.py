@@ -1,7 +1,7 @@
-"""KV blocks beside the pool: host memory, disk, and stores of third parties behind one interface.
+"""KV tiers: blocks in host memory, on disk and in third-party stores, behind one interface.
 
-`KVTiers` is what the engine holds; `KVConnector` is what a store implements (docs/kv-tiers.md). Nothing in
-here imports torch: blocks are rows of bytes, and only a `BlockAccess` knows where the pool lies.
+The engine holds a `KVTiers`; a store implements `KVConnector` (docs/kv-tiers.md). Nothing here imports torch:
+blocks are rows of bytes, and only a `BlockAccess` knows where the pool lies.
 """
 
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector

@@ -1,11 +1,11 @@
-"""One block in one file: a header that says whose it is, then the block.
+"""Files with one block each: a header that identifies the block, then the block.
 
-A file comes into being under a temporary name and is renamed when it is whole: a process that is killed
-leaves a temporary file or nothing. What a power failure or a bad disk leaves is found by the checksum, so
-nothing waits for fsync. The checksum is XXH3-128, which reads memory at 30 GB/s where SHA-256 manages 1 and
-BLAKE2b 0.3 (one Xeon core with SHA extensions): it costs nothing beside the disk. It is there against
-accidents; who may write into the directory (mode 0700) could sign anything. A CRC-32 would let one accident
-in 4 billion through, as tokens that are silently wrong.
+A file is written under a temporary name and renamed when it is complete, so a killed process leaves a
+temporary file or nothing. The checksum detects files damaged by a power failure or a bad disk, so nothing
+waits for fsync. The checksum is XXH3-128, which reads memory at 30 GB/s; SHA-256 manages 1 and BLAKE2b 0.3
+(one Xeon core with SHA extensions), so it costs nothing beside the disk. It protects against accidents only:
+whoever may write into the directory (mode 0700) could sign anything. A CRC-32 would miss one accident in 4
+billion, which would show as silently wrong tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import xxhash
 from quire.kv_tiers.connector import MAX_KEY_BYTES, BlockArray
 
 MAGIC = b"quireKV1"
-"""First bytes of a block file, with the version of its format."""
+"""First bytes of a block file, including the version of its format."""
 
 _HEADER = struct.Struct("<8sQ16sI32s")
-"""Header: magic, bytes of the block, fingerprint, length of the key, key (zeros behind); the checksum
-follows."""
+"""Header: magic, bytes of the block, fingerprint, length of the key, key (padded with zeros). The checksum
+follows it."""
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 
 
 class DamagedBlockError(Exception):
-    """The file is not what it says, or not what was asked for."""
+    """The file is damaged, or holds another block than the one asked for."""
 
 
 def _header(fingerprint: str, key: bytes, data: BlockArray) -> bytes:
@@ -41,10 +41,10 @@ def _header(fingerprint: str, key: bytes, data: BlockArray) -> bytes:
 
 
 def write_block(path: Path, temporary: Path, fingerprint: str, key: bytes, data: BlockArray) -> None:
-    """Writes a file of mode 0600 that others see whole or not at all.
+    """Writes a file of mode 0600 that other processes see complete or not at all.
 
     Args:
-        temporary: a name in the same file system that no other writer uses.
+        temporary: a path in the same file system that no other writer uses.
         fingerprint: 32 hex digits.
         data: uint8 [block_bytes].
 
@@ -83,7 +83,7 @@ def read_block(path: Path, fingerprint: str, key: bytes, out: BlockArray) -> Non
 
 
 def key_of(name: str) -> bytes | None:
-    """The key in a file's name; None: not a file of ours."""
+    """Returns the key in a file's name; None: it is not a block file."""
     if not name.endswith(".kv"):
         return None
     try:
@@ -94,5 +94,5 @@ def key_of(name: str) -> bytes | None:
 
 
 def allocated_bytes(size: int) -> int:
-    """Bytes that a file of `size` bytes takes, in pages of the usual file systems."""
+    """Returns the bytes that a file of `size` bytes occupies, in the usual file systems' pages."""
     return -(-size // 4096) * 4096

@@ -1,4 +1,4 @@
-"""KVConnector: the interface of a store of KV blocks, and BlockAccess: the pool as the tiers see it."""
+"""KVConnector: the interface of a store of KV blocks. BlockAccess: the tiers' access to the pool."""
 
 from __future__ import annotations
 
@@ -16,58 +16,62 @@ MAX_KEY_BYTES = 32
 
 
 class BlockAccess(Protocol):
-    """The pool's blocks as bytes.
+    """Access to the pool's blocks as bytes.
 
-    `read` and `copy_blocks` are called by the runner's thread alone. `write` is called by the transfer thread
-    alone, also while a step computes on other blocks.
+    Only the runner's thread calls `read` and `copy_blocks`. Only the transfer thread calls `write`, even
+    while a step computes on other blocks.
     """
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: every layer of its group, keys, values and scales."""
+        """Bytes of one block: keys, values and scales of every layer in its group."""
 
     def read(self, block_ids: list[int], out: BlockArray) -> None:
-        """Copies blocks out: `out` [len(block_ids), block_bytes] holds them when this returns."""
+        """Copies blocks out of the pool. On return, `out` [len(block_ids), block_bytes] holds them."""
 
     def write(self, block_ids: list[int], data: BlockArray) -> None:
-        """Copies `data` [len(block_ids), block_bytes] in: a step that begins after this returns sees it."""
+        """Copies `data` [len(block_ids), block_bytes] into the pool; steps that begin after the return see
+        it."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target) inside the pool; all sources are read before any target is written."""
+        """Copies (source, target) blocks inside the pool; all sources are read before any target is
+        written."""
 
 
 class KVConnector(ABC):
     """A store of blocks by key.
 
-    A key (16 to 32 bytes) names its content: until it is dropped, each save of it brings equal content, so a
-    store may keep what it has. A store may forget any block at any time, unless it says otherwise.
+    A key (16 to 32 bytes) identifies its content. Until the key is dropped, each save of it has equal
+    content, so a store may keep the block it has. A store may forget any block at any time, unless it says
+    otherwise.
 
-    Threads: every method may be called by any thread at any time, also while another one is under way; only
-    `close` is called last and once. The engine's thread calls `contains`, `save`, `touch`, `prefetch`,
-    `drop`, `clear` and `stats`, for which a step waits: they must neither touch a network nor a disk. The
-    transfer thread calls `load`, which may take its time.
+    Threads: any thread may call any method at any time, also while another call is under way; only `close` is
+    called last and once. The engine's thread calls `contains`, `save`, `touch`, `prefetch`, `drop`, `clear`
+    and `stats` while a step waits, so they must not access a network or a disk. The transfer thread calls
+    `load`, which may be slow.
 
-    Failures: a method may raise. `KVTiers` counts it, treats it as a miss and leaves the store alone for a
-    few seconds: a lost store costs recomputation and nothing else.
+    Failures: a method may raise. `KVTiers` counts the failure, treats it as a miss and does not use the store
+    for a few seconds. So a lost store costs only recomputation.
 
     A store named by the configuration key `kv_connector` as "module:Class" is built as
     `Class(block_bytes=..., fingerprint=..., **kv_connector_options)`. Blocks of another fingerprint
-    (`quire.kv_tiers.fingerprint`) belong to other weights or another layout: they must never be returned.
+    (`quire.kv_tiers.fingerprint`) belong to other weights or another layout and must never be returned.
     """
 
     name: ClassVar[str]
-    """Prefix of its numbers among those of all tiers, [a-z_]."""
+    """Prefix of the store's statistics among those of all tiers, [a-z_]."""
 
     @abstractmethod
     def contains(self, key: bytes) -> bool:
-        """Whether `load` would probably have the block; asked for every block of every waiting prompt."""
+        """Returns whether `load` would probably find the block; called for every block of every waiting
+        prompt."""
 
     @abstractmethod
     def save(self, keys: Sequence[bytes], data: BlockArray) -> None:
-        """Takes copies of blocks; `data` [len(keys), block_bytes] is overwritten after this returns.
+        """Copies blocks into the store; `data` [len(keys), block_bytes] is overwritten after the return.
 
-        It returns fast: what takes time is left to a thread of the store behind a bounded queue, and when
-        that is full blocks are left out.
+        It must return fast. Slow writes belong on a thread of the store behind a bounded queue; if that is
+        full, blocks are skipped.
         """
 
     @abstractmethod
@@ -75,32 +79,33 @@ class KVConnector(ABC):
         """Copies blocks into the rows of `out` [len(keys), block_bytes]; may block.
 
         Returns:
-            How many leading rows are whole and verified. The first block that is missing or damaged ends it;
-            rows from there on hold anything.
+            Number of leading rows that are complete and verified. Loading stops at the first block that is
+            missing or damaged; later rows are undefined.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027
-        """Hint: these are about to be loaded, so they should not be evicted next."""
+        """Hints that these blocks are about to be loaded, so they should not be evicted next."""
 
     def prefetch(self, keys: Sequence[bytes]) -> None:  # noqa: B027
-        """Hint: these may be loaded soon; a remote store may begin to fetch them."""
+        """Hints that these blocks may be loaded soon; a remote store may begin to fetch them."""
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forgets blocks; unknown keys are ignored. `contains` is False and `load` misses from then on."""
+        """Forgets blocks; ignores unknown keys. Afterwards `contains` returns False and `load` misses."""
 
     @abstractmethod
     def clear(self) -> int:
-        """Forgets all blocks of this model (those that are pinned stay); returns how many it forgot."""
+        """Forgets all blocks of this model except pinned ones; returns how many."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all saves and drops so far are done in the store; False: not within the time."""
+        """Waits until the store has completed all earlier saves and drops; returns False after `timeout_s`
+        seconds."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what the store does in the background and gives back what it holds."""
+        """Ends the store's background work and frees its resources."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Finite numbers by name; `blocks` and `bytes` say what it holds for this model."""
+        """Returns finite numbers by name. `blocks` and `bytes` count what the store holds for this model."""

@@ -1,14 +1,14 @@
-"""DiskTier: blocks in a directory, for the next process too.
+"""DiskTier: keeps blocks in a directory, so that later processes can use them.
 
     DIRECTORY/<fingerprint>/lock              held by the process that writes
     DIRECTORY/<fingerprint>/write.tmp         the block that is being written
     DIRECTORY/<fingerprint>/<2 digits>/<key>.kv
 
-One file per block, and not records in large segments: a rename makes a write atomic, an unlink makes room at
-once and exactly, the modification time is the persistent order of use, and a damaged block costs itself
-alone. Segments would need compaction to evict anything. What they would save is the file system's work per
-file, some 0.3 ms of the writer thread, which few blocks are small enough to feel (those of an 8B model have
-2 MiB), and a scan at start: 1 s for 100 000 blocks.
+Each block has its own file rather than a record in a large segment. A rename makes a write atomic; an unlink
+frees exactly one block at once; the modification time persists the order of use; and damage is limited to one
+block. Segments would need compaction for every eviction. They would save the file system's work per file,
+some 0.3 ms of the writer thread, which matters only for small blocks (an 8B model's have 2 MiB). They would
+also save a scan at start: 1 s for 100 000 blocks.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ logger = logging.getLogger("quire")
 
 LOCK_RETRY_S = 1.0
 RESCANS_PER_CAPACITY = 16
-"""Recounts of other models' files in the time in which the capacity is written once."""
+"""How often other models' files are counted again while one capacity's worth of bytes is written."""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a directory that can be read but, for now, not written."""
+"""Errors of a directory that can be read but not written for now."""
 
 
 class DiskTier(KVConnector):
-    """Files of one model, and the bound on those of all models in the directory.
+    """Stores the blocks of one model in files, and bounds the files of all models in the directory.
 
-    Saves wait in memory for a writer thread; what waits can already be loaded. Evictions and removals run on
-    the same thread, so only it changes the directory (but for damaged files, which a reader deletes).
+    Saved blocks wait in memory for a writer thread; they can be loaded meanwhile. Evictions and removals run
+    on the same thread, so only it changes the directory (except for damaged files, which a reader deletes).
 
-    One process per fingerprint writes. Another one reads what was there when it started, saves nothing, and
-    becomes the writer when the first one has ended. Processes with other fingerprints may share the
-    directory: each counts the others' files and may evict the oldest of them, which the others take for a
-    miss. With several of them at work the bound is kept within 1/16.
+    One process per fingerprint writes. Any other reads the blocks that existed when it started and saves
+    nothing; it becomes the writer when the first has ended. Processes with other fingerprints may share the
+    directory. Each counts the others' files and may evict the oldest of them, which the others see as a miss.
+    With several processes at work the bound is kept within 1/16.
 
-    A disk that is full, read-only or gone costs the blocks it should hold and one line in the log, and is
-    used again when it is back: a directory that was removed is made anew with the next save.
+    If the disk is full, read-only or gone, blocks are not stored and one line is logged. The disk is used
+    again when it is back: a removed directory is created again by the next save.
 
-    After `clear` the blocks are never seen again, unless the process is killed before the files are gone.
+    After `clear` the blocks are never found again, unless the process is killed before the files are removed.
     """
 
     name: ClassVar[str] = "disk"
@@ -79,16 +79,17 @@ class DiskTier(KVConnector):
         fingerprint: str,
         max_queued_bytes: int = 2**27,
     ) -> None:
-        """Scans the directory and deletes what is too much, too long or too short.
+        """Scans the directory, and deletes files of the wrong size and those beyond the capacity.
 
         Args:
-            capacity_bytes: most that all blocks in the directory take on disk.
+            capacity_bytes: most bytes that all blocks in the directory occupy on disk.
             fingerprint: 32 hex digits.
-            max_queued_bytes: memory for blocks that wait to be written; when it is full, saves are left out.
+            max_queued_bytes: most bytes of blocks that wait to be written; when it is full, saves are
+                skipped.
 
         Raises:
-            ConfigError: the directory cannot be used, or holds less than one block. One that cannot be
-                written for now is no error: it is tried again with the saves.
+            ConfigError: the directory cannot be used, or the capacity is less than one block. A directory
+                that cannot be written for now is no error: later saves try again.
         """
         assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
         self.block_bytes = block_bytes
@@ -104,26 +105,27 @@ class DiskTier(KVConnector):
         self._max_queued = max(max_queued_bytes, block_bytes)
         self._lock = threading.Condition()
         self._index: OrderedDict[bytes, float] = OrderedDict()
-        """Blocks on disk and when each was last used (seconds since the epoch), oldest first."""
+        """Blocks on disk, with the time of latest use (seconds since the epoch), oldest first."""
         self._pending: dict[bytes, BlockArray] = {}
-        """Blocks that wait for the writer, each a uint8 [block_bytes]."""
+        """Blocks that wait to be written, each a uint8 [block_bytes]."""
         self._spare: list[BlockArray] = []
-        """Memory of blocks that are written: new memory would cost more than the copy into it."""
+        """Buffers of written blocks, for reuse: new memory would cost more than the copy into it."""
         self._num_buffers = 0
-        """Blocks of memory that wait, are written or are spare."""
+        """Number of block buffers that wait, are being written or are spare."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = self._is_closing = False
         self._on_disk: set[bytes] = set()
-        """Files of this model, those included that are forgotten and still to be removed; the writer's."""
+        """Keys of this model's files, including forgotten ones still to be removed; used only by the writer
+        thread."""
         self._foreign: list[tuple[float, int, str]] = []
-        """Files of other models as (mtime, bytes, path), oldest last; the writer's."""
+        """Files of other models as (mtime, bytes, path), oldest last; used only by the writer thread."""
         self._foreign_bytes = self._written_since_scan = 0
         self._counts = dict.fromkeys(
             ("saved", "loaded", "evicted", "damaged", "lost", "dropped", "failed"), 0
         )
         self._shards: set[str] = set()
         self._unremoved: dict[bytes, None] = {}
-        """Forgotten blocks whose files could not be removed yet; the writer's."""
+        """Keys of forgotten blocks whose files could not be removed yet; used only by the writer thread."""
         self._warnings = ThrottledWarnings()
         self._lock_fd: int | None = None
         self._next_attempt = 0.0
@@ -219,7 +221,8 @@ class DiskTier(KVConnector):
             return self._lock.wait_for(lambda: not self._jobs and not self._is_working, timeout_s)
 
     def close(self) -> None:
-        """Writes what waits, which is at most `max_queued_bytes`, and leaves the directory to others."""
+        """Writes the queued blocks, at most `max_queued_bytes`, and releases the directory to other
+        processes."""
         with self._lock:
             self._is_closing = True
             self._lock.notify_all()
@@ -242,7 +245,7 @@ class DiskTier(KVConnector):
     # With the lock held.
 
     def _buffer(self) -> BlockArray | None:
-        """Memory for one block more; None: the queue is full."""
+        """Returns a buffer for one more block; None: the queue is full."""
         if self._is_closing:
             return None
         if self._spare:
@@ -257,7 +260,8 @@ class DiskTier(KVConnector):
         self._index.move_to_end(key)
 
     def _forget(self, keys: list[bytes]) -> None:
-        """Takes blocks out of the index and, if this process is the writer, has their files removed."""
+        """Removes blocks from the index and, if this process is the writer, schedules the removal of their
+        files."""
         for key in keys:
             del self._index[key]
         if keys and self._is_owner:
@@ -265,7 +269,7 @@ class DiskTier(KVConnector):
             self._lock.notify_all()
 
     def _take_over(self) -> bool:
-        """Becomes the writer if there is none any more."""
+        """Makes this process the writer if there is none any more; returns whether it is."""
         if time.monotonic() < self._next_attempt or self._is_closing:
             return False
         try:
@@ -278,10 +282,11 @@ class DiskTier(KVConnector):
         return self._is_owner
 
     def _try_lock(self) -> bool:
-        """Whether this process may write now; makes the directory and its lock if they are not there.
+        """Tries to become the writer, creating the directory and its lock if necessary; returns whether it
+        succeeded.
 
         Raises:
-            OSError: they cannot be had.
+            OSError: the directory or the lock cannot be created.
         """
         self._next_attempt = time.monotonic() + LOCK_RETRY_S
         self._open_directory()
@@ -391,7 +396,7 @@ class DiskTier(KVConnector):
             self._remove([key])
 
     def _write_file(self, key: bytes, block: BlockArray) -> bool:
-        """False: there is no room for it. Raises OSError: nothing was written."""
+        """Writes a block's file; returns False if there is no room. Raises OSError: nothing was written."""
         if not self._make_room(self.file_bytes):
             return False
         path = self._path(key)
@@ -404,7 +409,7 @@ class DiskTier(KVConnector):
         return True
 
     def _holds_lock(self) -> bool:
-        """Whether the directory is still the one whose lock this process has."""
+        """Returns whether the directory is still the one whose lock this process holds."""
         assert self._lock_fd is not None, "only the writer writes"
         try:
             return os.path.samestat((self._directory / "lock").stat(), os.fstat(self._lock_fd))
@@ -412,7 +417,8 @@ class DiskTier(KVConnector):
             return False
 
     def _begin_anew(self) -> None:
-        """The directory was removed, or another disk is mounted there: it is made and locked as at start."""
+        """Creates and locks the directory as at start, because it was removed or another disk was mounted
+        there."""
         with self._lock:  # else a save might try for the lock meanwhile, and find it taken: by ourselves
             self._is_owner = False
             self._is_owner = self._try_lock()
@@ -421,7 +427,7 @@ class DiskTier(KVConnector):
         self._scan()
 
     def _remove(self, keys: list[bytes]) -> None:
-        """Removes files, those that could not be removed before among them; raises OSError as they do."""
+        """Removes files, including those that could not be removed before; raises OSError if that fails."""
         self._unremoved.update(dict.fromkeys(keys))
         while self._unremoved:
             self._unlink(next(iter(self._unremoved)))
@@ -432,7 +438,8 @@ class DiskTier(KVConnector):
         self._unremoved.pop(key, None)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evicts the least recently used blocks, of any model, until `num_bytes` more fit."""
+        """Evicts the least recently used blocks of all models until `num_bytes` more fit; returns whether
+        they do."""
         self._written_since_scan += num_bytes
         if self._written_since_scan * RESCANS_PER_CAPACITY > self._capacity:
             self._scan_foreign()
@@ -468,7 +475,7 @@ class DiskTier(KVConnector):
             self._directory.chmod(0o700)
 
     def _scan(self) -> None:
-        """Learns what is on disk; the writer also deletes what cannot be a block."""
+        """Builds the index from the files on disk; the writer also deletes invalid files."""
         found: list[tuple[float, bytes]] = []
         for key, mtime, size, path in _block_files(self._directory):
             if size == HEADER_BYTES + self.block_bytes:
@@ -498,7 +505,8 @@ class DiskTier(KVConnector):
 
 
 def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str]]:
-    """Key, modification time, bytes and path of each block of one model that does not vanish meanwhile."""
+    """Yields key, modification time, bytes and path of each block of one model; skips files that vanish
+    meanwhile."""
     for shard in _entries(directory):
         if not shard.is_dir(follow_symlinks=False):
             continue
@@ -514,7 +522,7 @@ def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str
 
 
 def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
-    """Entries of a directory; none if it is gone, or another user's."""
+    """Returns the entries of a directory; none if it is gone or belongs to another user."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)

@@ -1,8 +1,8 @@
-"""fingerprint: whether KV blocks of another process may be used here.
+"""fingerprint: decides whether this process may use another process's KV blocks.
 
-Two engines have the same fingerprint when they would fill a block of the same tokens with the same bits. What
-is not known to leave the bits alone is part of it, so a configuration key that nobody thought of keeps blocks
-apart, which costs their recomputation and nothing else.
+Two engines have the same fingerprint if they would fill a block of the same tokens with the same bits. Every
+configuration key counts unless it is known not to change the bits. So an overlooked key at worst separates
+equal blocks, which costs recomputation.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ HARMLESS_KEYS = frozenset({
     # Their weights are part of what blocks are found by.
     "lora_modules", "lora_root", "max_cpu_loras", "max_loras",
 })  # fmt: skip
-"""Keys of the configuration that are known not to change a block of given tokens; all others may."""
+"""Configuration keys that are known not to change a block of given tokens; all others may."""
 
 
 def needs_fingerprint(cache: CacheConfig) -> bool:
-    """Whether blocks, or results, go where another process may find them or an engine's successor does."""
+    """Returns whether blocks or results are kept where another process, or the engine's successor, may find
+    them."""
     places = (cache.disk_cache_directory, cache.kv_connector)
     return any((*places, cache.result_cache_memory, cache.result_cache_url))
 
 
 def fingerprint(config: EngineConfig, resolved: Mapping[str, Any]) -> str:
-    """32 hex digits that stand for all that decides the bits of a block.
+    """Returns 32 hex digits that identify everything that decides the bits of a block.
 
     Args:
-        config: the engine's; the frontend's part never reaches the model.
-        resolved: what came of it, as JSON can hold it: the runner's `kv_identity`, and the blocks' layout.
+        config: the engine's configuration; the frontend's keys do not count.
+        resolved: values derived from it, as JSON: the runner's `kv_identity`, and the blocks' layout.
     """
     keys = {
         key: value

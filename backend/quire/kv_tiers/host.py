@@ -1,4 +1,4 @@
-"""HostTier: blocks in host memory, least recently used out first; pinned ones stay."""
+"""HostTier: keeps blocks in host memory, with LRU eviction; pinned blocks stay."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire_common.machine import available_memory
 
 
 class HostTier(KVConnector):
-    """One allocation of `capacity_bytes`, cut into slots of a block each.
+    """Holds blocks in one allocation of `capacity_bytes`, in slots of one block each.
 
-    Data is copied outside the lock, so that the engine's thread never waits for a copy of the transfer
-    thread. A reader looks at the slot's generation before and after its copy: a slot that was given to
-    another block in between is a miss.
+    Data is copied outside the lock, so the engine's thread never waits for a copy of the transfer thread. A
+    reader compares the slot's generation before and after its copy; if the slot was given to another block in
+    between, the read is a miss.
     """
 
     name: ClassVar[str] = "host"
@@ -28,7 +28,8 @@ class HostTier(KVConnector):
         """Allocates and touches the memory.
 
         Raises:
-            ConfigError: less than one block, or more than the machine or our control group has.
+            ConfigError: the capacity is less than one block, or more than the memory of the machine or our
+                control group.
         """
         self.num_slots = capacity_bytes // block_bytes
         if self.num_slots < 1:
@@ -46,12 +47,12 @@ class HostTier(KVConnector):
         self._arena.fill(0)  # the memory is really there before the model is called ready
         self._lock = threading.Condition()
         self._num_filling = 0
-        """Slots that are being written and belong to no key yet."""
+        """Number of slots that are being written and belong to no key yet."""
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._generation = [0] * self.num_slots
-        """How often each slot was given to a block."""
+        """Number of times that each slot was given to a block."""
         self._cached: OrderedDict[bytes, int] = OrderedDict()
-        """Key to slot, least recently used first; a key is in here or among the pinned, never in both."""
+        """Slot of each key, least recently used first; a key is either here or among the pinned ones."""
         self._pinned: dict[bytes, int] = {}
         self._num_saved = self._num_loaded = self._num_evicted = self._num_dropped = 0
 
@@ -59,12 +60,13 @@ class HostTier(KVConnector):
         return key in self._cached or key in self._pinned
 
     def can_pin(self, count: int) -> bool:
-        """Whether `count` blocks more could be pinned now; another one's pins may come first."""
+        """Returns whether `count` more blocks could be pinned now; another caller may pin first."""
         return count <= self.num_slots - len(self._pinned)
 
     def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:
-        """Takes copies of blocks; pinned ones stay until `drop`. When all slots are pinned blocks are left
-        out, which cannot happen to pinned ones that `can_pin` allowed, if nothing else was pinned since."""
+        """Copies blocks into the tier; pinned ones stay until `drop`. When all slots are pinned, blocks are
+        skipped. That cannot happen to pinned blocks that `can_pin` allowed if nothing else was pinned
+        since."""
         for key, row in zip(keys, data, strict=True):
             self._save(key, row, pinned)
 
@@ -99,12 +101,13 @@ class HostTier(KVConnector):
             self._num_saved += 1
 
     def _pin(self, key: bytes) -> None:
-        """Moves a cached block to the pinned ones; `contains`, which takes no lock, sees it throughout."""
+        """Moves a cached block to the pinned ones; `contains`, which takes no lock, finds it throughout."""
         self._pinned[key] = self._cached[key]
         del self._cached[key]
 
     def _take_slot(self) -> int | None:
-        """A slot that no key refers to, if need be that of the least recently used block."""
+        """Returns a slot without a key, if necessary by evicting the least recently used block; None: all are
+        pinned."""
         if self._free:
             slot = self._free.pop()
         elif self._cached:
@@ -149,7 +152,7 @@ class HostTier(KVConnector):
                     self._free.append(slot)
 
     def clear(self) -> int:
-        """Forgets all but the pinned blocks."""
+        """Forgets all blocks except pinned ones; returns how many."""
         with self._lock:
             count = len(self._cached)
             self._free.extend(self._cached.values())

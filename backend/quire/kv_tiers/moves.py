@@ -1,4 +1,4 @@
-"""Moves of blocks: between a pool and the tiers, and in and out of host memory."""
+"""Moves blocks between a pool and the tiers, and in and out of host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.outputs import SchedulerOutput
 
 
 def move_blocks(output: SchedulerOutput, pool: BlockAccess, tiers: KVTiers | None) -> None:
-    """Does what a step says of blocks, in this order: saves, copies, begins loads."""
+    """Carries out a step's block moves in this order: saves, copies, starts of loads."""
     if tiers is None:
         assert not output.kv_saves and not output.kv_loads, "there is no KV tier to save to or load from"
     elif output.kv_saves:
@@ -23,7 +23,7 @@ def move_blocks(output: SchedulerOutput, pool: BlockAccess, tiers: KVTiers | Non
 
 
 def read_rows(pool: BlockArray, block_ids: Sequence[int], out: BlockArray) -> None:
-    """Copies blocks out of host memory, one memcpy each, during which other threads run.
+    """Copies blocks out of host memory, one memcpy each; other threads run meanwhile.
 
     Args:
         pool: [num_blocks, block_bytes].
@@ -34,6 +34,6 @@ def read_rows(pool: BlockArray, block_ids: Sequence[int], out: BlockArray) -> No
 
 
 def write_rows(pool: BlockArray, block_ids: Sequence[int], data: BlockArray) -> None:
-    """Copies blocks into host memory; arguments as of `read_rows`."""
+    """Copies blocks into host memory; for the arguments see `read_rows`."""
     for row, block_id in enumerate(block_ids):
         pool[block_id] = data[row]

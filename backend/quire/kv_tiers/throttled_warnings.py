@@ -1,4 +1,4 @@
-"""ThrottledWarnings: one line in the log for a trouble that lasts, however often it is met."""
+"""ThrottledWarnings: logs one line for a lasting problem, however often it occurs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Callable
 logger = logging.getLogger("quire")
 
 QUIET_S = 60.0
-"""A cause that was not met for this long is news again."""
+"""Seconds without a cause after which it is logged again."""
 
 
 class ThrottledWarnings:
-    """Remembers what was said, by cause."""
+    """Logs each cause once while it lasts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._met: dict[str, float] = {}
 
     def warn(self, cause: str, message: str) -> None:
-        """Logs a warning, unless the same cause was met less than QUIET_S ago; causes are few."""
+        """Logs a warning unless the same cause occurred less than QUIET_S ago; keep the number of causes
+        small."""
         now = self._clock()
         before = self._met.get(cause)
         self._met[cause] = now

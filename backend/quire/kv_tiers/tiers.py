@@ -1,7 +1,8 @@
-"""KVTiers: the stores behind the pool, as one; fastest first.
+"""KVTiers: combines the tiers beside the pool, fastest first.
 
-The scheduler asks what is there and decides; the runner saves and loads. A save copies the blocks before it
-returns, since they may be overwritten right after. A load happens on a thread of its own while steps go on.
+The scheduler asks which blocks exist and plans moves; the runner saves and loads. A save copies the blocks
+before it returns, because they may be overwritten right after. Loads run on a separate thread while steps go
+on.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 * 2**20
-"""Blocks move through buffers of this size (or of one block)."""
+"""Size of the buffers through which blocks move, unless one block is larger."""
 MAX_DROPPED_EARLY = 65536
-"""Keys remembered in case that the pinned save of a dropped block is still under way."""
+"""Most keys remembered in case the pinned save of a dropped block is still under way."""
 MAX_PREFETCHES = 4096
-"""Blocks that may wait to be fetched ahead; more are left out."""
+"""Most blocks that may wait for prefetching; further ones are skipped."""
 REST_S = 5.0
-"""How long a store that raised is left alone."""
+"""Seconds for which a store that raised is not used."""
 CLOSE_TIMEOUT_S = 10.0
 RATE_MEMORY = 0.9
-"""Share of earlier transfers that a measured rate keeps at each new one."""
+"""Weight of earlier transfers in a measured rate when a new one is added."""
 
 
 class _Tier:
-    """A store whose failures are misses: one that raised rests, then gets another chance."""
+    """A store whose failures count as misses. After an exception it is not used for REST_S, then tried
+    again."""
 
     def __init__(self, store: KVConnector, clock: Callable[[], float]) -> None:
         self.store = store
@@ -59,7 +61,7 @@ class _Tier:
         return self._rests_until > 0.0 and self._clock() < self._rests_until
 
     def attempt(self, otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a method of the store; `otherwise` is what it returns if that fails."""
+        """Calls a method of the store; returns `otherwise` if that fails."""
         try:
             return method(*args, **kwargs)
         except Exception as error:
@@ -67,7 +69,7 @@ class _Tier:
             return otherwise
 
     def contains(self, key: bytes) -> bool:
-        """Whether the store has the block; asked so often that it does without `attempt`."""
+        """Returns whether the store has the block; called so often that it does not use `attempt`."""
         if self.is_resting:
             return False
         try:
@@ -77,7 +79,7 @@ class _Tier:
             return False
 
     def stats(self) -> dict[str, float]:
-        """The store's numbers; none if they are no finite numbers by name."""
+        """Returns the store's statistics; empty if they are not finite numbers by name."""
         try:
             found = {str(name): float(value) for name, value in self.store.stats().items()}
             if all(map(math.isfinite, found.values())):
@@ -96,30 +98,29 @@ class _Tier:
 
 
 class _Rate:
-    """Bytes per second over the latest transfers, large ones counting more."""
+    """Bytes per second over the latest transfers, weighted by their size."""
 
     def __init__(self) -> None:
         self._num_bytes = self._seconds = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> float:
-        """Takes a transfer into account; returns the rate."""
+        """Adds a transfer; returns the new rate."""
         self._num_bytes = self._num_bytes * RATE_MEMORY + num_bytes
         self._seconds = self._seconds * RATE_MEMORY + max(seconds, 1e-9)
         return self._num_bytes / self._seconds
 
 
 class KVTiers:
-    """Joins stores.
+    """Combines the stores.
 
-    The scheduler's half (`contains`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`, `clear`,
-    `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`)
-    to the runner's, which may be another one; neither waits for a disk or a network. A thread
-    of ours moves what is loaded or fetched ahead.
+    The engine's thread calls the scheduler's half: `contains`, `touch`, `can_pin`, `is_loading`, `prefetch`,
+    `drop`, `clear`, `stats`. The runner's thread, which may be another one, calls `save`, `start_load` and
+    `poll`. Neither waits for a disk or a network: a separate thread carries out loads and prefetches.
 
-    Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
-    dropped once, in either order: a plan that is carried out after its request has gone leaves nothing. What
-    is planned and not yet saved is unknown to `can_pin`: ask for the sum. A pinned block that still finds no
-    room is left out, and its load reports so.
+    Pinned blocks (of swapped requests) are only in the host tier. Each has its own key, which is saved once
+    and dropped once, in either order; so a plan carried out after its request has gone leaves nothing behind.
+    `can_pin` does not know of planned saves that have not happened yet, so callers must add those to the
+    count. A pinned block that still finds no room is skipped, and its load reports so.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class KVTiers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes over the stores, fastest first, and closes them at last; only the first may be a HostTier."""
+        """Takes ownership of the stores, fastest first, and closes them at the end. Only the first may be a
+        HostTier."""
         assert stores, "nothing to join"
         self._tiers = [_Tier(store, clock) for store in stores]
         self._host = stores[0] if isinstance(stores[0], HostTier) else None
@@ -139,22 +141,24 @@ class KVTiers:
         self._load_buffer: BlockArray = np.empty((num_rows, access.block_bytes), dtype=np.uint8)
         self._save_rate, self._load_rate = _Rate(), _Rate()
         self.save_bytes_per_s: float | None = None
-        """Rate of the latest saves, as the runner waits for them; None: nothing was saved yet."""
+        """Rate of the latest saves, including the runner's wait; None: nothing was saved yet."""
         self.load_bytes_per_s: float | None = None
-        """Rate of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
+        """Rate of the latest loads from the fastest tier, without their time in the queue; None: no load
+        yet."""
         self.num_clears = 0
-        """How often everything was forgotten; stands in the plan of each save (`KVSave.num_clears`)."""
+        """Number of `clear` calls; the plan of each save contains it (`KVSave.num_clears`)."""
         self._saving = threading.Lock()
         """Lock held while blocks are saved, dropped or cleared."""
         self._dropped_early: dict[bytes, None] = {}
-        """Keys that were dropped but not there, oldest first: lost, or their saves are still to come."""
+        """Keys that were dropped but not found, oldest first: their blocks were lost, or their saves are
+        still to come."""
         self._changed = threading.Condition()
         self._loads: deque[KVLoad] = deque()
         self._prefetches: dict[bytes, None] = {}
-        """Keys in order of arrival."""
+        """Keys to prefetch, in order of arrival."""
         self._done: list[tuple[int, int]] = []
         self._loading: set[int] = set()
-        """Ids of the loads begun that `poll` has not reported."""
+        """Ids of loads that were started and that `poll` has not reported."""
         self._is_working = False
         self._is_closing = False
         self._num_prefetched = self._num_failed_loads = 0
@@ -164,29 +168,29 @@ class KVTiers:
     # The scheduler's half.
 
     def contains(self, key: bytes) -> bool:
-        """Whether some tier probably has the block."""
+        """Returns whether some tier probably has the block."""
         for tier in self._tiers:  # noqa: SIM110 - asked for every block of every candidate; any() is slower
             if tier.contains(key):
                 return True
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Protects blocks that are about to be loaded from being evicted next, by the saves before it."""
+        """Protects blocks that are about to be loaded from eviction by earlier saves."""
         for tier in self._tiers:
             tier.attempt(None, tier.store.touch, keys)
 
     def is_loading(self, load_id: int) -> bool:
-        """Whether `start_load` was called for it and `poll` has still to report it."""
+        """Returns whether the load was started and `poll` has not reported it."""
         with self._changed:
             return load_id in self._loading
 
     def can_pin(self, count: int) -> bool:
-        """Whether `count` blocks more could be pinned now."""
+        """Returns whether `count` more blocks could be pinned now."""
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Begins to bring blocks from slower tiers into the host tier, behind all loads; those that are
-        there already are touched."""
+        """Begins to copy blocks from slower tiers into the host tier, after all loads; blocks already there
+        are touched."""
         self.touch(keys)
         wanted = [key for key in keys if not self._tiers[0].contains(key)]
         if self._host is None:
@@ -211,9 +215,9 @@ class KVTiers:
                 tier.attempt(None, tier.store.drop, keys)
 
     def clear(self) -> int:
-        """Forgets all blocks but the pinned ones; returns how many, counted in each tier.
+        """Forgets all blocks except pinned ones; returns how many, summed over the tiers.
 
-        Also those of saves that are planned or under way, which is waited for.
+        This includes the blocks of planned saves; it waits for saves under way.
         """
         with self._saving, self._changed:
             self.num_clears += 1
@@ -221,7 +225,8 @@ class KVTiers:
             return sum(tier.attempt(0, tier.store.clear) for tier in self._tiers)
 
     def stats(self) -> dict[str, float]:
-        """The stores' numbers, each with the store's name before it, and our own."""
+        """Returns the statistics of all stores, each prefixed by its store's name, and those of KVTiers
+        itself."""
         values: dict[str, float] = {
             "loads_under_way": len(self._loading),
             "failed_loads": self._num_failed_loads,
@@ -241,8 +246,8 @@ class KVTiers:
     def save(self, saves: Sequence[KVSave]) -> None:
         """Copies blocks out of the pool, where they may be overwritten as soon as this returns.
 
-        Pinned ones go to the host tier alone and are there when this returns. The others go to each tier that
-        has not got them; a slow tier whose queue is full leaves them out.
+        Pinned blocks go to the host tier only and are there on return. Others go to each tier that lacks
+        them; a slow tier whose queue is full skips them.
         """
         wanted = [save for save in saves if save.pinned or not all(t.contains(save.key) for t in self._tiers)]
         rows = len(self._save_buffer)
@@ -275,17 +280,18 @@ class KVTiers:
         self.save_bytes_per_s = self._save_rate.add(data.nbytes, time.perf_counter() - began)
 
     def start_load(self, load: KVLoad) -> None:
-        """Begins to copy blocks into the pool, behind the loads begun before; `poll` says when it ended."""
+        """Begins to copy blocks into the pool, after the loads begun before; `poll` reports the end."""
         with self._changed:
             self._loading.add(load.load_id)
             self._loads.append(load)
             self._changed.notify_all()
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
-        """Loads that ended since the last call, as (load id, how many leading blocks are valid).
+        """Returns the loads that ended since the last call, as (load id, number of leading blocks that are
+        valid).
 
         Args:
-            timeout_s: how long to wait for one, if any is under way.
+            timeout_s: seconds to wait for the first one, if any is under way.
         """
         with self._changed:
             if self._loading and timeout_s > 0:
@@ -295,8 +301,8 @@ class KVTiers:
         return done
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is moved any more, also within the stores; False: not within the time (which
-        each store gets anew)."""
+        """Waits until no block is moving, in the stores as well. Returns False after `timeout_s` seconds,
+        which apply to each store separately."""
         with self._changed:
             is_idle = self._changed.wait_for(
                 lambda: not (self._loads or self._prefetches or self._is_working), timeout_s
@@ -304,7 +310,7 @@ class KVTiers:
         return is_idle and all(tier.attempt(False, tier.store.flush, timeout_s) for tier in self._tiers)
 
     def close(self) -> None:
-        """Ends the load under way after its present chunk, then closes the stores."""
+        """Ends the load under way after its current chunk, then closes the stores."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -370,7 +376,7 @@ class KVTiers:
         """Reads leading blocks into the buffer's first rows, from the fastest tier that has the first one.
 
         Returns:
-            How many, and from where; what came from a slower tier is then in the host tier too.
+            The number of blocks and their tier. Blocks from a slower tier are then in the host tier as well.
         """
         num_clears = self.num_clears
         for tier in self._tiers:
@@ -390,13 +396,14 @@ class KVTiers:
 
 
 def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVTiers | None:
-    """The tiers a configuration asks for: host, then disk, then the connector; None: it asks for none.
+    """Returns the tiers that a configuration asks for: host, disk, connector, in this order; None: there are
+    none.
 
     Args:
-        fingerprint: `quire.kv_tiers.fingerprint`, where the configuration `needs_fingerprint`.
+        fingerprint: `quire.kv_tiers.fingerprint`, if the configuration `needs_fingerprint`.
 
     Raises:
-        ConfigError: a tier cannot be had; names the key.
+        ConfigError: a tier cannot be created; names the key.
     """
     stores: list[KVConnector] = []
     try:
