@@ -1,1 +1,1 @@
-"""`quire plan`: what a configuration will have room for, and what is wrong with it, without loading it."""
+"""`quire plan`: predicts a configuration's capacity and finds its errors, without loading a model."""

@@ -1,8 +1,8 @@
 """Arrival: one request of a simulation, with the content of its tokens.
 
-A sequence's tokens are not stored but computed: a number stands for the content of a block and all before it,
-and is the block's last token; the others say nothing. So requests with the same numbers share a prefix, and
-sequences that part inside a block differ in it as soon as it is full.
+A sequence's tokens are computed rather than stored. A number identifies the content of a block and of all
+blocks before it, and is the block's last token; the other tokens carry no information. So requests with the
+same numbers share a prefix, and sequences that diverge inside a block differ once the block is full.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.request.scheduling_params import SchedulingParams
 END_TOKEN = -1
 _SCHEDULING = SchedulingParams()
 _OWN = 1 << 62
-"""Block numbers at or above it are of one stream alone; those of prefixes and traces are below 2**53."""
+"""Smallest block number that belongs to one stream alone; those of prefixes and traces are below 2**53."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +25,27 @@ class Arrival:
 
     request_id: str
     at: float
-    """Seconds since the beginning."""
+    """Arrival time in seconds since the beginning."""
     num_prompt_tokens: int
     num_output_tokens: int
-    """The last of them is an end token unless the limit ends it there."""
+    """Number of output tokens. The last one is an end token, unless the request's limit ends it there."""
     stream: int = 0
-    """Number of its content where `hash_ids` end, the same as of requests with equal content; below 2**30."""
+    """Number of the content after `hash_ids`, below 2**30; requests with equal content have the same
+    number."""
     hash_ids: Sequence[int] = ()
     """Content of the leading blocks of `block_size` tokens, prompt and output."""
     block_size: int = 16
-    """Tokens of a block of `hash_ids`; at most the engine's: inside a block, contents do not differ."""
+    """Tokens per block of `hash_ids`; at most the engine's block size, because content does not differ inside
+    a block."""
     scheduling: SchedulingParams = _SCHEDULING
-    """Deadlines in it are seconds since the beginning."""
+    """Scheduling parameters; their deadlines are seconds since the beginning."""
     max_tokens: int | None = None
-    """The limit that the request states."""
+    """Limit of output tokens that the request states; None: it states none."""
     num_sequences: int = 1
-    """Choices (n)."""
+    """Number of choices (n)."""
 
     def token_at(self, position: int, choice: int = 0) -> int:
-        """The token of a position; choices differ in what they generate."""
+        """Returns the token at a position; choices differ in their generated tokens."""
         block, offset = divmod(position, self.block_size)
         if offset + 1 < self.block_size:
             return offset
@@ -63,7 +65,7 @@ class Arrival:
         return tokens
 
     def sampled_token(self, position: int, choice: int = 0) -> int:
-        """The token of `token_at`, but END_TOKEN where the output ends before its limit."""
+        """Returns the same as `token_at`, but END_TOKEN where the output ends before its limit."""
         ends = position + 1 == self.num_prompt_tokens + self.num_output_tokens
         if ends and self.num_output_tokens != self.max_tokens:
             return END_TOKEN

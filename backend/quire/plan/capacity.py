@@ -1,4 +1,4 @@
-"""Capacity: what a configuration will have room for, by the engine's arithmetic and without its weights."""
+"""Capacity: predicts what fits into memory, with the engine's arithmetic and without the weights."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from quire.worker.model_runner import check_attention_backend
 from quire_kernels.ranks import Ranks
 
 GPU_CONTEXT_BYTES = 2**29
-"""Memory that CUDA takes on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
+"""Memory that CUDA occupies on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
 ENGINE_BYTES = 160 * 2**20
-"""Host memory that an engine's process takes beside weights and cache, and this one does not; measured."""
+"""Host memory of an engine's process that the planning process lacks, beside weights and cache; measured."""
 ROUNDS = 8
-"""Requests that a simulated client sends one after the other; its first is not counted."""
+"""Number of requests that a simulated client sends one after the other; the first is not counted."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Memory of an engine, and the room in it for sequences; bytes, unless said otherwise."""
+    """Memory of an engine, and the sequences that fit; in bytes unless said otherwise."""
 
     dtype: str
     max_model_len: int
-    """Tokens."""
+    """Most tokens of prompt and output together."""
     weight_bytes: int
-    """Slots for adapters and the draft model among them."""
+    """Bytes of the weights, including the slots for adapters and the draft model."""
     workspace_bytes: int
-    """Memory that the largest step needs, estimated: activations of all its tokens, and logits of all its
+    """Estimated memory for the largest step: activations of all its tokens, and logits of all its
     sequences."""
     num_blocks: int
     block_size: int
-    """Tokens."""
+    """Tokens per block."""
     block_bytes: int
-    """The draft model's among them."""
+    """Bytes per block, including the draft model's."""
     bytes_per_token: float
-    """KV cache of a token, in a sequence of `max_model_len`."""
+    """KV cache bytes per token, in a sequence of `max_model_len` tokens."""
     kv_tokens: int
-    """Most tokens that sequences of `max_model_len` can hold at a time."""
+    """Most tokens that sequences of `max_model_len` can hold at the same time."""
     concurrency: dict[int, int]
-    """Sequences that run at a time, by their length in tokens."""
+    """Number of sequences that can run at the same time, by their length in tokens."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -65,16 +65,17 @@ class Capacity:
 def predict(
     config: EngineConfig, device_type: str, free: int, total: int | None = None, lengths: Iterable[int] = ()
 ) -> Capacity:
-    """Capacity of an engine that is yet to be started.
+    """Predicts the capacity of an engine that was not started.
 
-    With `tensor_parallel_size` it is that of one rank, all of which have as many blocks; bytes, too.
+    With `tensor_parallel_size` above 1, all numbers are those of one rank; every rank has the same number of
+    blocks.
 
     Args:
-        config: of the engine; with `load_format` dummy the checkpoint needs no weights.
-        device_type: "cpu" or "cuda"; neither needs to be here.
-        free: memory that is free before it starts, on the host or the GPU.
-        total: memory of the GPU; None on the host.
-        lengths: in tokens, for `Capacity.concurrency`.
+        config: the engine's configuration; with `load_format` dummy the checkpoint needs no weights.
+        device_type: "cpu" or "cuda"; this machine needs to have neither.
+        free: bytes of memory that are free before the start, on the host or the GPU.
+        total: bytes of the GPU's memory; None: the device is the host.
+        lengths: sequence lengths in tokens, for `Capacity.concurrency`.
 
     Raises:
         CheckpointError: as the engine would.
@@ -125,9 +126,11 @@ def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.devi
 
 
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
-    """Residual stream, a layer's input, query, key, value and gate of each token; float32 logits twice.
+    """Returns the bytes of each token's residual stream, layer input, query, key, value and gate, plus the
+    float32 logits twice.
 
-    Of experts what each of a token's takes and has between its products, as they are computed together.
+    With experts, it includes the inputs and intermediate values of all experts of a token, because they are
+    computed together.
     """
     limits = config.scheduler
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -140,8 +143,8 @@ def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """Latency limits for a workload; None: no limit. 95 of 100 requests must keep `ttft_ms`, and 95 of 100
-    tokens `itl_ms`."""
+    """Latency limits for a workload; None: no limit. 95 % of the requests must meet `ttft_ms`, and 95 % of
+    the tokens `itl_ms`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -151,20 +154,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Advice:
-    """Latencies and throughput of clients that send requests without a pause. Latencies are milliseconds, the
-    95th percentile."""
+    """Latencies and throughput of clients that send requests without a pause. Latencies are 95th percentiles
+    in milliseconds."""
 
     concurrency: int
-    """Most clients for which the target is kept; 0: not even one."""
+    """Most clients at a time for which the target is met; 0: not even one."""
     ttft_ms: float
     itl_ms: float
     tokens_per_s: float
 
 
 def advise(config: EngineConfig, capacity: Capacity, cost: CostModel, target: Target) -> Advice:
-    """The most clients at a time for which a target is kept, by the real scheduler with a model of times.
+    """Finds the most clients at a time for which a target is met, by the real scheduler with a cost model.
 
-    The figures are those of so many clients, or of one where even that is too much.
+    The returned figures are for that number of clients, or for one client if even that misses the target.
     """
     engine = config.replace(
         num_blocks=max(1, capacity.kv_tokens // capacity.block_size),

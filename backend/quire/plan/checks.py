@@ -1,4 +1,4 @@
-"""Checks of configurations: all problems at once, in words that name the keys."""
+"""Checks of configurations: reports all problems at once, each with the names of its keys."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from quire.triton.config_completion import read_engine_values
 
 @dataclass
 class Planned:
-    """A model's configuration, as far as it can be read."""
+    """A model's configuration as read, with the problems found."""
 
     name: str
     config: EngineConfig | None = None
-    """Configuration by the keys that are right; None: its file cannot be read."""
+    """Configuration from the keys that are valid; None: its file cannot be read."""
     problems: list[str] = field(default_factory=list)
-    """Why an engine would not start."""
+    """Reasons why an engine would not start."""
     advice: list[str] = field(default_factory=list)
-    """Warnings about keys with which an engine would start all the same."""
+    """Warnings about keys that do not prevent an engine from starting."""
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
-    """The configurations at a path: a checkpoint, a quire.json, a model of a repository, or a repository.
+    """Reads the configurations at a path: a checkpoint, a quire.json, a model of a repository, or a
+    repository.
 
     Args:
-        path: to look at.
-        settings: keys that replace the files' own.
+        path: the path to read.
+        settings: keys that replace those in the files.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the path is none of these.
     """
     if not path.exists():
         raise ConfigError(f"{path}: does not exist")
@@ -98,8 +99,8 @@ def _planned(name: str, values_of: Callable[[], dict[str, Any]], settings: Mappi
 
 
 def _contradictions(config: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """Keys that contradict each other or the machine: for each case whether it stops an engine, and the
-    text."""
+    """Yields the text of each conflict between keys, or between a key and the machine, and whether it stops
+    an engine."""
     model, cache, limits = config.model, config.cache, config.scheduler
     tokenizer = Path(model.tokenizer)
     if model.tokenizer and not tokenizer.exists():

@@ -85,7 +85,8 @@ def _document(
     cost: str | None,
     target: Any,
 ) -> dict[str, Any]:
-    """Capacity and advice; what stands against them is added to the problems."""
+    """Returns the JSON document with capacity and advice; errors of the prediction are added to the
+    problems."""
     from quire.plan.capacity import advise, predict
     from quire.worker.kv_cache import DeviceMemory
     from quire.worker.model_runner import resolve_device
@@ -132,7 +133,7 @@ def _document(
 
 
 def cost_model(text: str) -> CostModel:
-    """The cost model that `--cost` states: a name of PRESETS, or JSON."""
+    """Returns the cost model that `--cost` states: a name of PRESETS, or JSON."""
     if text in PRESETS:
         return PRESETS[text]
     try:

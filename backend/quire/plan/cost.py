@@ -1,4 +1,4 @@
-"""CostModel: how long a step takes, from what is in it."""
+"""CostModel: computes the duration of a step from its rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ RowSpan = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step:
+    """Parameters of the duration of a step, in seconds:
 
         base_s + max(weights_s, prefill_token_s * prefill tokens + decode_row_s * decode rows)
                + kv_token_s * tokens of KV cache that are read + pair_s * pairs of attention in prompts
 
-    A row of one token counts as decode; it reads the cache of all its tokens. A chunk of a prompt reads what
-    is before it once, and each of its tokens forms a pair with each one up to itself.
+    A row of one token counts as decode and reads the cache of all its tokens. A chunk of a prompt reads the
+    tokens before it once; each of its tokens forms a pair with every token of the chunk up to and including
+    itself.
     """
 
     base_s: float = 0.0
     weights_s: float = 0.0
-    """Reading the weights, which small batches wait for."""
+    """Seconds to read the weights: a lower bound for small batches."""
     prefill_token_s: float = 0.0
     decode_row_s: float = 0.0
     kv_token_s: float = 0.0
     pair_s: float = 0.0
 
     def seconds(self, rows: Iterable[RowSpan]) -> float:
-        """Duration of one step; 0 for an empty one."""
+        """Returns the duration of one step in seconds; 0 for an empty one."""
         prefill = decode = cached = pairs = 0
         for computed, count in rows:
             if count == 1:
@@ -61,4 +62,4 @@ PRESETS: dict[str, CostModel] = {
     # 4 * 28 layers * 16 heads * 128 FLOP per pair at 200 GFLOP/s.
     "cpu-0.6b": CostModel(2.0e-3, 46e-3, 2.4e-3, 5.8e-3, 2.9e-6, 1.1e-6),
 }
-"""Figures to plan with, not measurements of ours: fit a recorded trace for those."""
+"""Cost models for planning. They are not our measurements; for those, fit a recorded trace."""

@@ -1,4 +1,5 @@
-"""Simulator: runs arrivals through the real scheduler on a virtual clock and reports what they saw."""
+"""Simulator: runs arrivals through the real scheduler on a virtual clock and reports latencies and
+throughput."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class VirtualClock:
-    """Seconds that pass when they are told to."""
+    """A clock in seconds that advances only when it is told to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,14 +38,14 @@ class VirtualClock:
 
 
 class SampledTokens:
-    """Stands in for a runner: the tokens that the requests of a workload generate."""
+    """Stands in for a runner: returns the tokens that the requests of a workload generate."""
 
     def __init__(self) -> None:
         self._arrivals: dict[str, Arrival] = {}
         self._num_choices: dict[str, int] = {}  # of requests whose first tokens are still to be drawn
 
     def add(self, arrival: Arrival) -> None:
-        """A request, or one of the other choices ("ID#1") where their contents are known."""
+        """Adds a request, or another choice of one ("ID#1") if its content is known."""
         self._arrivals[arrival.request_id] = arrival
 
     def remove(self, request_id: str) -> None:
@@ -77,7 +78,7 @@ class SampledTokens:
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of one request; times are seconds since the beginning."""
+    """Result of one request; times are seconds since the beginning."""
 
     arrival: Arrival
     first_token_at: float | None = None
@@ -92,7 +93,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per token after the first."""
+        """Mean seconds per token after the first."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         per_choice = self.num_tokens / self.arrival.num_sequences
@@ -109,14 +110,14 @@ class Report:
 
     outcomes: list[Outcome]
     duration_s: float
-    """Simulated."""
+    """Simulated seconds."""
     num_steps: int
     gaps: array[float]
-    """Time between two tokens of a sequence, one per token after the first."""
+    """Seconds between two tokens of a sequence, one entry per token after the first."""
     plan_s: array[float]
-    """CPU time of schedule(), per step: what it takes on a machine that is not shared."""
+    """CPU seconds of schedule(), per step; other processes on the machine do not count."""
     update_s: array[float]
-    """CPU time of update(), per step."""
+    """CPU seconds of update(), per step."""
     wall_s: float
     num_preemptions: int
     num_computed_tokens: int
@@ -127,7 +128,7 @@ class Report:
     num_refused: int
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, without those of single requests."""
+        """Returns all figures except those of single requests."""
         prompt_tokens = sum(outcome.arrival.num_prompt_tokens for outcome in self.outcomes if outcome.reasons)
         return {
             "requests": len(self.outcomes),
@@ -152,7 +153,7 @@ class Report:
         }
 
     def by(self, key: str) -> dict[Any, dict[str, Any]]:
-        """Latencies and counts per value of a field of SchedulingParams: tenant or priority."""
+        """Returns latencies and counts per value of a field of SchedulingParams: tenant or priority."""
         groups: defaultdict[Any, list[Outcome]] = defaultdict(list)
         for outcome in self.outcomes:
             groups[getattr(outcome.arrival.scheduling, key)].append(outcome)
@@ -167,7 +168,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The figures as lines to read."""
+        """Returns the figures as lines of text."""
         figures = self.as_dict()
         lines = [
             f"{figures['requests']} requests ({figures['refused']} refused), {figures['steps']} steps, "
@@ -223,7 +224,7 @@ def make_kv(
     max_step_tokens: int,
     groups: Sequence[KVGroup] = (KVGroup(None, (0,)),),
 ) -> KVCacheManager:
-    """A block manager as an engine of this configuration has, without a KV cache behind it."""
+    """Returns a block manager as an engine of this configuration has, without memory for the KV cache."""
     assert config.num_blocks is not None, "a simulated cache has a stated size"
     return KVCacheManager(
         config.num_blocks,
@@ -237,7 +238,7 @@ def make_kv(
 
 
 def make_request(arrival: Arrival) -> Request:
-    """The request as an engine would get it."""
+    """Returns the request as an engine would get it."""
     return Request(
         arrival.request_id,
         arrival.prompt_token_ids(),
@@ -249,14 +250,14 @@ def make_request(arrival: Arrival) -> Request:
 
 
 class Simulator:
-    """One run of a workload.
+    """Simulates one run of a workload.
 
     Args:
-        config: of the engine; its cache needs `num_blocks`, its model `max_model_len` (else there is no limit
-            but the pool's).
-        arrivals: in the order of their times.
-        cost: of the steps.
-        concurrency: a closed loop: a request arrives when there are fewer unfinished ones than this,
+        config: the engine's configuration. Its cache needs `num_blocks`, its model `max_model_len` (without
+            it the pool is the only limit).
+        arrivals: requests in the order of their times.
+        cost: duration of steps.
+        concurrency: for a closed loop: a request arrives whenever fewer than this many are unfinished,
             whatever its time.
         trace: whether to record the steps.
     """
@@ -285,7 +286,7 @@ class Simulator:
             session_ttl_s=config.cache.session_ttl_s,
         )
         self.trace = self.scheduler.start_trace(config.cache) if trace else None
-        """Trace of the steps, the same in every run but for `plan_s`, which are wall times."""
+        """Trace of the steps; every run gives the same one, except for `plan_s`, which are wall times."""
         self._arrivals = deque(arrivals)
         self._concurrency = concurrency
         self._tokens = SampledTokens()
@@ -344,7 +345,7 @@ class Simulator:
         )
 
     def _admit(self) -> None:
-        """Gives the scheduler the requests that have arrived by now."""
+        """Adds the requests that have arrived by now to the scheduler."""
         arrivals, now = self._arrivals, self.clock.now
         while arrivals:
             if self._concurrency is None:
