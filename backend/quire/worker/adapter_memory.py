@@ -1,4 +1,4 @@
-"""AdapterMemory: where a model's steps find the weights of adapters."""
+"""AdapterMemory: holds the weights of adapters for a model's steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from quire.models.interface import Model
 
 
 class AdapterMemory:
-    """Memory of a packed model's slots: `max_loras` adapters of `max_lora_rank` in each of its layers."""
+    """Memory of a model's adapter slots: `max_loras` adapters of rank `max_lora_rank` in each adaptable
+    layer."""
 
     def __init__(self, model: Model, config: AdapterConfig, device: torch.device) -> None:
         self._model, self._dtype = model, model.config.dtype
@@ -30,7 +31,7 @@ class AdapterMemory:
         self._parts = [part for linear in layers.values() for part in linear.slots]
 
     def load(self, load: AdapterLoad) -> None:
-        """Loads an adapter into a slot, before the steps that are launched from now on."""
+        """Loads an adapter into a slot for all steps launched from now on."""
         for part in self._parts:
             part.clear(load.slot)
         values = torch.from_numpy(load.weights.data).view(self._dtype)
@@ -44,8 +45,8 @@ class AdapterMemory:
 
 
 def adaptable(model: Model) -> Iterator[tuple[str, Linear]]:
-    """The layers that adapters may change, by their names in the model: not experts and their routers, nor
-    what attention absorbs."""
+    """Yields the layers that adapters may change, by their names in the model. Leaves out experts, their
+    routers, and the layers that latent attention absorbs."""
     outside = [f"{name}." for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
     for name, module in model.named_modules():
         is_absorbed = isinstance(module, UpProjection)
@@ -54,7 +55,7 @@ def adaptable(model: Model) -> Iterator[tuple[str, Linear]]:
 
 
 def targets_of(model: Model) -> tuple[AdapterTarget, ...]:
-    """The parts of `adaptable` layers."""
+    """Returns the parts of the `adaptable` layers as targets."""
     return tuple(
         AdapterTarget(f"{name.rpartition('.')[0]}.{part}", linear.in_features, size)
         for name, linear in adaptable(model)
@@ -63,7 +64,7 @@ def targets_of(model: Model) -> tuple[AdapterTarget, ...]:
 
 
 def slot_bytes(model: Model, config: AdapterConfig) -> int:
-    """Bytes that `AdapterMemory` of a model will take; it may be on torch's "meta" device."""
+    """Returns the bytes of a model's `AdapterMemory`; the model may be on torch's "meta" device."""
     if not config.enable_lora:
         return 0
     sizes = sum(target.in_features + target.out_features for target in targets_of(model))

@@ -1,4 +1,4 @@
-"""Block tables of the running requests, as one numpy array the runner copies rows from."""
+"""Block tables of the running requests, in one numpy array."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy.typing as npt
 class BlockTable:
     """`max_num_seqs` append-only rows of block ids for each KV group, int32.
 
-    A row belongs to one request from `assign` to `release`. Two kinds of entries are never read: those behind
-    `num_blocks[group, row]`, as attention stops at the sequence's length, and those of blocks that have left
-    the group's window, which may belong to another request by now.
+    A row belongs to one request from `assign` to `release`. Two kinds of entries are never read. Entries
+    after `num_blocks[group, row]` are not, because attention stops at the sequence's length. Nor are entries
+    of blocks that have left the group's window, which may belong to another request by now.
     """
 
     def __init__(self, num_groups: int, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
@@ -34,7 +34,7 @@ class BlockTable:
         self._free_rows.append(row)
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Adds blocks to each group's table of a row; an id of -1 stands for a block outside the window."""
+        """Appends blocks to each group's table of a row; an id of -1 is a block outside the window."""
         assert len(block_ids) == len(self.table), "one list of blocks per KV group"
         for group, ids in enumerate(block_ids):
             if not ids:
@@ -51,12 +51,12 @@ class BlockTable:
                 self._changes.append(np.stack([places, self.table[group, row, start:end]]))
 
     def record_changes(self) -> None:
-        """Begins to record what is appended, for `take_changes`; nothing has been so far."""
+        """Starts to record appended blocks for `take_changes`; nothing may have been appended before."""
         self._changes = []
 
     def take_changes(self) -> npt.NDArray[np.int64]:
-        """[2, n]: places in the flat table and the ids appended there since the last call, the newest of each
-        place."""
+        """Returns [2, n]: positions in the flat table, and the newest id appended at each since the last
+        call."""
         if not self._changes:
             return np.empty((2, 0), dtype=np.int64)
         changes = np.concatenate(self._changes, axis=1)
@@ -66,11 +66,13 @@ class BlockTable:
         return np.ascontiguousarray(changes[:, ::-1][:, last])
 
     def rows(self, rows: Sequence[int], num_tokens: int) -> npt.NDArray[np.int32]:
-        """A copy of the tables of `rows` [n], as wide as `num_tokens` tokens need: [num_groups, n, width]."""
+        """Returns a copy of the tables of `rows` [n], as wide as `num_tokens` tokens need: [num_groups, n,
+        width]."""
         return self.table[:, :, : -(-num_tokens // self.block_size)][:, rows]
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Slot (block id * block size + offset) of each (row, position), both [num_tokens], in each group.
+        """Returns the slot (block id * block size + offset) of each (row, position), both [num_tokens], in
+        each group.
 
         Returns:
             [num_groups, num_tokens].

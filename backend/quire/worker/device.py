@@ -1,4 +1,4 @@
-"""Arrays to the device and back without waiting for it."""
+"""Copies arrays to and from the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 16
-"""Bytes: of any type that is sent, and of kernels' vector loads."""
+"""Alignment in bytes that suffices for every type that is sent, and for the vector loads of kernels."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array as a tensor on `device`; the host does not wait for the copy.
+    """Returns the array as a tensor on `device`; the host does not wait for the copy.
 
-    Staged through pinned memory: a copy from pageable memory would wait until the device has come to it.
-    torch's allocator hands such memory out again only after the copies from it.
+    The copy goes through pinned memory, because a copy from pageable memory would wait for the device.
+    torch's allocator reuses pinned memory only after the copies from it have ended.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -28,7 +28,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def to_device_together(
     arrays: Mapping[str, npt.NDArray[Any]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Copies several arrays to the device as `to_device` does, in one copy."""
+    """Copies several arrays to the device like `to_device`, in one copy."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
@@ -46,8 +46,8 @@ def to_device_together(
 
 
 class HostCopy:
-    """Copies of tensors on their way to the host: what becomes of the tensors later does not matter. Those on
-    the host are there, and must stay as they are."""
+    """Copies of tensors to the host that are under way; later changes to device tensors do not affect them.
+    Tensors that are already on the host are not copied and must not change."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: Any = None
@@ -62,7 +62,7 @@ class HostCopy:
         self._event.record()
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors, once they are there."""
+        """Waits for the copies and returns the tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -1,5 +1,5 @@
-"""Peak memory bandwidth and speed of matrix products of a device, measured in about half a second. Profiles
-are held against them."""
+"""Measures a device's peak memory bandwidth and matrix product rate, in about half a second. Profiles are
+compared with them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import torch
 from quire.roofline import DeviceLimits
 
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""More than any cache holds."""
+"""Bytes to read per device type: more than any cache holds."""
 SIZES = {"cpu": (1024, 2048), "cuda": (8192, 8192)}
-"""Rows, and features, of the matrix product."""
+"""Number of rows, and of features, in the matrix product per device type."""
 REPEATS = 5
 
 
 @functools.lru_cache
 def measure_limits(device: torch.device, dtype: torch.dtype, num_threads: int) -> DeviceLimits:
-    """Best of a few goes each, as others on a machine only ever take away; once per process.
+    """Measures both limits once per process: the best of a few runs, because other load can only slow a run
+    down.
 
     Args:
-        dtype: of the products' operands: what quantised models compute in is faster.
-        num_threads: on a CPU, of both.
+        dtype: type of the products' operands; quantised models use a faster one.
+        num_threads: number of threads for both measurements, on a CPU.
 
     Raises:
-        RuntimeError: there is no memory left for it.
+        RuntimeError: there is not enough memory.
     """
     rows, features = SIZES[device.type]
     threads_before = torch.get_num_threads()
@@ -49,7 +50,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype, num_threads: int) -
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of REPEATS goes behind one that does not count."""
+    """Returns the seconds of the fastest of REPEATS runs, after one run that does not count."""
     seconds = []
     for _ in range(1 + REPEATS):
         _wait(device)

@@ -1,11 +1,11 @@
 """DraftModel: a smaller model that guesses the next tokens of requests.
 
-Its KV cache has as many blocks as the model's, and a token lies where it does there, by the block table of
-the layers that see everything: the scheduler need not know of it. What it writes of a block that requests
-share is the same for all of them.
+Its KV cache has as many blocks as the target model's. A token has the same slot in both, by the block table
+of the full-attention layers, so the scheduler need not know of the draft model. What it writes to a shared
+block is the same for all requests that share it.
 
-It computes nothing of a request before there are drafts to be made, and then all that it has missed, a prompt
-found in the prefix cache among it.
+It computes nothing of a request before drafts are wanted. Then it computes all tokens that it lacks,
+including a prompt found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from quire.worker.sampling_batch import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
 
 _FEW = 16
-"""Tokens of a request that it may have missed in a step like any other."""
+"""Most tokens of a request that it may lack without the step counting as a catch-up."""
 
 
 def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
-    """Configuration for loading the draft model: `config` with its path, and with the target's longest
-    sequence where `max_model_len` is unset."""
+    """Returns the configuration for loading the draft model: `config` with the draft model's path; if
+    `max_model_len` is unset, it is the target's."""
     return replace(
         config,
         model=config.draft_model,
@@ -49,11 +49,7 @@ def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
 
 
 def check_draft(draft: DecoderConfig, target: DecoderConfig) -> None:
-    """Refuses a draft model that cannot guess for a model.
-
-    Raises:
-        ConfigError: says why.
-    """
+    """Raises ConfigError, with the reason, if the draft model cannot guess for the target model."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft_model: its vocabulary has {draft.vocab_size} tokens, the model's {target.vocab_size}"
@@ -68,10 +64,10 @@ def check_draft(draft: DecoderConfig, target: DecoderConfig) -> None:
 
 
 class _Span(NamedTuple):
-    """Tokens [begin, end) of a request that are to be computed."""
+    """Tokens [begin, end) of a request, to be computed."""
 
     row: int
-    """Row of the block table."""
+    """Row in the block table."""
     begin: int
     end: int
 
@@ -85,14 +81,14 @@ _NOTHING = _Span(0, 0, 0)
 
 @dataclass(slots=True)
 class _Wanted:
-    """Drafts that a row lacks."""
+    """A row that lacks drafts."""
 
     number: int
-    """Row of the step."""
+    """Index of the row in the step."""
     state: CachedRequest
     count: int
     span: _Span = _NOTHING
-    """Tokens of the request that the draft model has missed, as many of them as the step has room for."""
+    """Tokens of the request that the draft model lacks, as many as the step has room for."""
     drafts: list[int] = field(default_factory=list)
     """Ids of the draft tokens made so far."""
 
@@ -102,17 +98,18 @@ class _Wanted:
 
     @property
     def is_ready(self) -> bool:
-        """Whether drafts can follow the span."""
+        """Whether the span ends at the newest token, so that drafts can follow it."""
         return self.span.end == len(self.state.token_ids)
 
 
 class DraftModel:
-    """The draft model, what it knows of each request being told by `CachedRequest.num_drafted`.
+    """Runs the draft model. `CachedRequest.num_drafted` counts the tokens of each request that it has
+    computed.
 
     Args:
-        model: with weights.
-        kv_cache: as many blocks as the target's.
-        max_tokens: most tokens that are computed of what was missed, in a step.
+        model: the draft model, with weights.
+        kv_cache: its KV cache, with as many blocks as the target's.
+        max_tokens: most missing tokens that it computes in a step.
     """
 
     def __init__(self, model: Model, kv_cache: KVCache, max_tokens: int) -> None:
@@ -127,8 +124,8 @@ class DraftModel:
         """Makes the drafts that rows of a step lack.
 
         Returns:
-            The rows, of which those of requests that it has not caught up with have no drafts; and whether
-            that took longer than drafts do.
+            The rows, without drafts for requests that the draft model has not caught up with; and whether
+            catching up made the step longer than drafts alone would.
         """
         lacking = [
             _Wanted(number, batch.requests[item.request_id], item.num_drafts)
@@ -150,7 +147,7 @@ class DraftModel:
         return filled, any(one.span.size > _FEW or not one.is_ready for one in lacking)
 
     def _guess(self, wanted: Sequence[_Wanted], table: BlockTable) -> None:
-        """Makes drafts, none where what was missed is too much for a step."""
+        """Makes drafts for the rows, except those that lack too many tokens for this step."""
         left = self._max_tokens
         # Who has missed least goes first: long prompts make nobody else wait.
         for one in sorted(wanted, key=lambda one: one.num_missed):
@@ -179,14 +176,14 @@ class DraftModel:
     def _draw(
         self, input_ids: torch.Tensor, spans: Sequence[_Span], rows: Sequence[SamplingRow], table: BlockTable
     ) -> torch.Tensor:
-        """Computes the spans, and draws a token behind each of the first ones.
+        """Computes the spans, and samples a token after each of the first len(rows) spans.
 
         Args:
-            input_ids: int64 [num_tokens], of all spans.
-            rows: of the spans that a token is drawn behind.
+            input_ids: int64 [num_tokens], tokens of all spans.
+            rows: sampling rows of the spans to sample after.
 
         Returns:
-            int64 [len(rows)]; any token where the logits are not finite.
+            int64 [len(rows)]; an arbitrary token where the logits are not finite.
         """
         positions, meta, last = self._inputs(spans, table)
         inputs = ForwardInputs(input_ids, positions, self.kv_cache, [meta], last[: len(rows)])
@@ -200,7 +197,8 @@ class DraftModel:
     def _inputs(
         self, spans: Sequence[_Span], table: BlockTable
     ) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
-        """Positions int64 [num_tokens], metadata, and the last token of each span, int64 [num_spans]."""
+        """Returns positions int64 [num_tokens], metadata, and the index of each span's last token, int64
+        [num_spans]."""
         rows, lens, ends = [one.row for one in spans], [one.size for one in spans], [one.end for one in spans]
         starts = np.concatenate(([0], np.cumsum(lens)))
         positions = np.concatenate([np.arange(one.begin, one.end) for one in spans])
@@ -232,7 +230,8 @@ class DraftModel:
 
 
 def _plain(sampling: SamplingRow) -> SamplingRow:
-    """Draws with a request's random numbers, by nothing but the logits."""
+    """Returns a sampling row with a request's random numbers, temperature and filters, but without other
+    transforms."""
     asked = sampling.params
     params = SamplingParams(
         temperature=asked.temperature,

@@ -1,8 +1,9 @@
-"""Grammars: matchers of the rows whose output follows a grammar, and their masks, off the step's thread.
+"""Grammars: matchers of the rows whose output follows a grammar, and their token masks, computed on other
+threads.
 
-A row's matcher is made when the row is, with the mask of its first token. The masks of later tokens begin
-when the token before is known, so that they are computed beside the model, and only the sampling waits. What
-is compiled is kept by the grammar, so that of many requests with one schema the first alone compiles it. No
+A row's matcher is made together with the row, and with it the mask of the first token. The mask of a later
+token is started when the token before is known, so it is computed beside the model, and only sampling waits
+for it. Compiled grammars are cached, so that of many requests with one schema only the first compiles it. No
 torch here.
 """
 
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_COMPILED = 64
-"""Compiled grammars that are kept."""
+"""Most compiled grammars that are kept."""
 MAX_WAIT_S = 5.0
-"""Seconds that a step waits at most for one row's grammar: ten times what compiling a client's grammar may
-take, and a thousand times what advancing it by a token takes."""
+"""Most seconds that a step waits for one row's grammar: ten times the limit for compiling a client's grammar,
+and a thousand times what advancing it by a token takes."""
 Mask = npt.NDArray[np.int32]
-"""Bit i % 32 of word i / 32 says whether token i may follow; tokens behind the last word may not."""
+"""Bit i % 32 of word i / 32 is set if token i may follow. Tokens after the last word may not follow."""
 
 
 T = TypeVar("T")
 
 
 class Lane:
-    """A thread for tasks one after the other, which leaves a task that takes too long behind."""
+    """A thread that runs tasks one after the other, and is abandoned with a task that takes too long."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,17 +53,17 @@ class Lane:
         return self._thread.submit(task)
 
     def give_up(self) -> None:
-        """Tasks that have not begun are cancelled; those to come get another thread."""
+        """Cancels tasks that have not begun; later tasks get a new thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
 
 
 class Grammars:
-    """Compiled grammars of a worker.
+    """Caches the compiled grammars of a worker.
 
     Args:
-        make_vocabulary: called once, at warm-up or when there is a first grammar.
+        make_vocabulary: called once, at warm-up or for the first grammar.
     """
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -70,19 +71,19 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self.makes, self.masks = Lane("quire-grammar"), Lane("quire-masks")
-        """Two, so that masks do not wait for what is compiled."""
+        """Two threads, so that masks do not wait for compilation."""
 
     def warm_up(self) -> None:
-        """Reads the vocabulary, which takes the interpreter lock, as long as nobody waits."""
+        """Reads the vocabulary, which holds the interpreter lock, before requests wait."""
         with contextlib.suppress(InvalidArgumentError):  # told to who has a grammar
             self._vocabulary = self._make_vocabulary()
 
     def begin(self, structured: StructuredOutput, num_prompt_tokens: int, ignore_eos: bool) -> RowGrammar:
-        """The state of a new row, whose matcher is under way."""
+        """Returns the grammar state of a new row, and starts to make its matcher."""
         return RowGrammar(self, structured, num_prompt_tokens, ignore_eos)
 
     def make(self, structured: StructuredOutput) -> tuple[LLMatcher, Vocabulary]:
-        """A matcher before the first token; for the thread of `makes`."""
+        """Returns a matcher before the first token, with the vocabulary; runs on the thread of `makes`."""
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary()
         compiled = self._compiled.get(structured)
@@ -95,17 +96,18 @@ class Grammars:
 
 
 class DraftGrammar:
-    """Grammar behind one draft of a row, for a single step: which tokens may follow that draft."""
+    """Grammar after one draft of a row, for a single step: which tokens may follow that draft."""
 
     __slots__ = ("_deadline", "_masks", "_number", "error")
 
     def __init__(self, masks: Future[list[Mask | None]], number: int, deadline: float) -> None:
         self._masks, self._number, self._deadline = masks, number, deadline
         self.error = ""
-        """Why it is not known; then nothing is drawn behind the draft."""
+        """Why the mask is not known; nothing is then sampled after the draft. Empty: no error."""
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
-        """Mask of the tokens that may follow the draft. None: it is not known, and `error` is set."""
+        """Returns the mask of the tokens that may follow the draft; None: it is not known, and `error` is
+        set."""
         mask = None
         try:
             mask = self._masks.result(max(0.0, self._deadline - time.monotonic()))[self._number]
@@ -119,10 +121,10 @@ class DraftGrammar:
 
 
 class RowGrammar:
-    """Where one row is in its grammar.
+    """The state of one row in its grammar.
 
-    Invariants: the matcher has taken exactly `token_ids[:_num_seen]`, or has failed, or is at its end. It
-    belongs to the task under way; `_wait` makes it the caller's.
+    Invariants: the matcher has consumed exactly `token_ids[:_num_seen]`, or has failed, or has ended. Only
+    the task under way may use it; `_wait` returns it to the caller.
     """
 
     __slots__ = (
@@ -145,20 +147,21 @@ class RowGrammar:
         self._num_seen = num_prompt_tokens
         self._ignore_eos = ignore_eos
         self.error = ""
-        """Why the row cannot go on."""
+        """Why the row cannot continue; empty: it can."""
         self._begin(grammars.makes, RowGrammar._make)
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
-        """Mask of the tokens that may follow. None: the grammar has failed and `error` is set, or it has
-        ended, so that what the step draws is dropped."""
+        """Returns the mask of the tokens that may follow. None: the grammar has failed and `error` is set, or
+        it has ended and the step's sampled token is dropped."""
         self._catch_up(token_ids)
         return self._wait()
 
     def accept(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Takes tokens that were drawn behind all those seen, and begins the next mask.
+        """Consumes tokens sampled after those consumed before, and starts the next mask.
 
         Returns:
-            How many it has taken, all but those behind its end, and whether no token can follow.
+            The number of tokens consumed, which leaves out those after the grammar's end; and whether no
+            token can follow.
         """
         self._wait()
         if self.error:
@@ -173,14 +176,15 @@ class RowGrammar:
         return len(token_ids), False
 
     def behind(self, token_ids: Sequence[int], drafts: Sequence[int]) -> list[DraftGrammar]:
-        """Grammars of the drafts behind `token_ids`, one each; their masks come after the row's next one."""
+        """Returns a grammar for each of the drafts after `token_ids`; their masks are computed after the
+        row's next mask."""
         self._catch_up(token_ids)
         masks = self._grammars.masks.submit(partial(RowGrammar._masks_behind, self, list(drafts)))
         deadline = time.monotonic() + MAX_WAIT_S
         return [DraftGrammar(masks, number, deadline) for number in range(len(drafts))]
 
     def _catch_up(self, token_ids: Sequence[int]) -> None:
-        """Takes those that it has not seen, after a preemption all its output."""
+        """Consumes the tokens not consumed yet; after a preemption that is all the output."""
         new = token_ids[self._num_seen :]
         if not new:
             return
@@ -193,7 +197,8 @@ class RowGrammar:
         self._begin(self._grammars.masks, RowGrammar._next)
 
     def _masks_behind(self, drafts: list[int]) -> list[Mask | None]:
-        """Masks behind each of the drafts that may follow; None behind one that may not, or an end."""
+        """Returns the mask after each draft that may follow; None after one that may not, or after the
+        grammar's end."""
         found: list[Mask | None] = [None] * len(drafts)
         if self.error or self._matcher.is_stopped():
             return found
@@ -229,7 +234,7 @@ class RowGrammar:
         return self._next()
 
     def _next(self) -> Mask | None:
-        """The mask behind what the matcher has taken.
+        """Returns the mask after the tokens that the matcher has consumed.
 
         Raises:
             InvalidArgumentError: the matcher has failed.

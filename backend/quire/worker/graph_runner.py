@@ -1,15 +1,16 @@
-"""Steps recorded once per size and replayed: DecodeGraphs whole ones, PromptGraphs all but attention.
+"""Steps recorded once per size and replayed as graphs: DecodeGraphs whole, PromptGraphs without their
+attention.
 
-`DecodeGraphs` has the steps in which every request computes one token. A recorded step reads everything that
-changes from memory of its own: which rows of the block table take part, how long their sequences are, and
-their newest tokens where the host knows them. What follows from that (positions, slots, tables, input ids) is
-computed by the recorded step itself, so that one copy and one replay is all that a step costs the host.
+`DecodeGraphs` records steps in which every request computes one token. A recorded step reads all its changing
+inputs from fixed memory: the block table rows that take part, the lengths of their sequences, and their
+newest tokens if the host knows them. The recorded step itself computes positions, slots, tables and input ids
+from these. So a step costs the host one copy and one replay.
 
-`PromptGraphs` has the other steps of few tokens, whose attention depends on the batch in ways that no
-recording could follow: it runs as always, between recorded pieces.
+`PromptGraphs` handles the other steps of few tokens. Their attention depends on the batch in ways that cannot
+be recorded; it runs eagerly between recorded pieces.
 
-A batch is padded to the next size. What the padding stores goes to a scratch block behind the pool, which no
-request has: kernels need to know nothing of padding, and nothing of it is read.
+A batch is padded to the next recorded size. Padding rows write to a scratch block after the pool, which no
+request uses. So kernels need not know of padding, and nothing of it is read.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ Work = Callable[[], None]
 
 
 class GraphBackend(Protocol):
-    """Records work and repeats it on the memory that it used."""
+    """Records work and replays it on the memory that it used."""
 
     def warm_up(self, work: Work) -> None:
-        """Does work that is to be recorded next, once: compiling and allocating are not recorded."""
+        """Runs work once before it is recorded, so that compilation and allocation are not recorded."""
         ...
 
     def begin(self) -> None:
-        """Begins to record the work that comes next."""
+        """Begins to record the work that follows."""
         ...
 
     def end(self) -> Work:
-        """Ends the recording here; returns what repeats it."""
+        """Ends the recording; returns a function that replays it."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory: no two of them run at a time."""
+    """Records CUDA graphs that share one memory pool, so no two of them may run at the same time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -91,9 +92,9 @@ class CudaGraphs:
 
 @contextmanager
 def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
-    """Context in which many graphs are recorded; logs how long it took.
+    """A context in which many graphs are recorded; logs how long it took.
 
-    Memory of the device must not be given back while work is recorded, so nothing is collected meanwhile.
+    Device memory must not be freed during a recording, so garbage collection is off meanwhile.
     """
     begin = time.monotonic()
     gc.collect()
@@ -106,19 +107,19 @@ def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that are recorded: 1, 2, 4, then multiples of 8, of 16 from 64 on, and the largest."""
+    """Returns the batch sizes to record: 1, 2, 4, then multiples of 8, of 16 from 64 on, and the largest."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one model, of each size one without adapters and, where the model has slots,
-    one with them.
+    """Recorded decode steps of one model. Each size is recorded without adapters and, if the model has
+    adapter slots, also with them.
 
     Args:
-        kv_cache: with a scratch block behind its pool.
-        batch: its block table is mirrored on the device.
-        sizes: of batches, ascending.
+        kv_cache: a KV cache with a scratch block after its pool.
+        batch: the input batch, whose block table is mirrored on the device.
+        sizes: batch sizes, ascending.
     """
 
     def __init__(
@@ -139,34 +140,34 @@ class DecodeGraphs:
         self.backend = backend
         self.num_replays = 0
         self.num_misses = 0
-        """Steps of single tokens that were not replayed, as no size is large enough."""
+        """Number of decode steps that were not replayed, because no recorded size is large enough."""
         device = batch.device
         host = batch.block_table.table
         groups, self._scratch_row, width = host.shape
         self._table = torch.zeros((groups, self._scratch_row + 1, width), dtype=torch.int32, device=device)
-        """The block table, and a last row for the padding."""
+        """Copy of the block table on the device, with one more row for padding."""
         self._table[:, -1] = kv_cache.scratch_block
         self._inputs = torch.zeros((len(_FIELDS), self.sizes[-1]), dtype=torch.int64, device=device)
-        """Rows as `_FIELDS`: row of the block table, tokens in the sequence, the newest one (-1: the device
-        knows it), what its position in rotary embeddings differs by, and the slot of its adapter (-1: it has
-        none)."""
+        """Inputs with one row for each of `_FIELDS`: row of the block table, tokens in the sequence, newest
+        token (-1: the device knows it), position delta in rotary embeddings, and adapter slot (-1: none)."""
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._padding = np.array([[self._scratch_row], [1], [0], [0], [-1]])
-        """A sequence of one token, as a column of the inputs."""
+        """Inputs of a padding row, as a column: a sequence of one token."""
         self._graphs: dict[tuple[int, bool], Work] = {}
         self._best = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._input_ids = torch.zeros_like(self._best)
         self._logits = torch.empty((self.sizes[-1], model.config.vocab_size), device=device)
 
     def capture_all(self) -> None:
-        """Records every size, the largest first: smaller ones find its memory in the pool."""
+        """Records every size, the largest first, so that smaller ones reuse its memory in the pool."""
         with recording("decode steps, by rows", self.sizes):
             for size in reversed(self.sizes):
                 for is_adapted in {False, self._has_slots}:
                     self._graph(size, is_adapted=is_adapted)
 
     def can_run(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step is one of single tokens that are all sampled from, and not too large."""
+        """Returns whether all rows of a step compute one token and sample, and a recorded size is large
+        enough."""
         requests = self.batch.requests
         for item in scheduled:
             if item.num_scheduled_tokens != 1 or not item.samples or requests[item.request_id].choices:
@@ -180,11 +181,11 @@ class DecodeGraphs:
         return True
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes one token of each request; the best next ones are left in `batch.last_tokens`.
+        """Computes one token of each request; leaves the most likely next ones in `batch.last_tokens`.
 
         Returns:
-            `ops.argmax` of the logits, int64 [n]; the logits, float32 [n, vocab_size]; the tokens that were
-            computed, int64 [n]. They lie in memory that the next replay overwrites.
+            `ops.argmax` of the logits, int64 [n]; the logits, float32 [n, vocab_size]; the input tokens,
+            int64 [n]. The next replay overwrites their memory.
         """
         count = len(scheduled)
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
@@ -207,7 +208,7 @@ class DecodeGraphs:
         return self._best[:count], self._logits[:count], self._input_ids[:count]
 
     def _update_table(self) -> None:
-        """Brings what was appended to the block table since the last replay to the device."""
+        """Copies the block ids appended since the last replay to the device."""
         changes = self.batch.block_table.take_changes()
         if len(changes):
             places, blocks = to_device(changes, self.batch.device).unbind()
@@ -217,7 +218,7 @@ class DecodeGraphs:
             self._table.view(-1)[places] = blocks.int()
 
     def _graph(self, size: int, *, is_adapted: bool) -> Work:
-        """Returns the replay of a decode step with this many rows, recorded on first use."""
+        """Returns the replay of a decode step with this many rows; records it on first use."""
         if (size, is_adapted) not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
             self._inputs[:, :size] = to_device(self._padding, self.batch.device)
@@ -261,9 +262,9 @@ class DecodeGraphs:
 
 
 def token_sizes(max_num_tokens: int, few: bool = False) -> list[int]:
-    """Numbers of tokens that are recorded in pieces: multiples of 16, of 32 from 128 on, of 64 from 256 on.
+    """Returns the token counts to record in pieces: multiples of 16, of 32 from 128 on, of 64 from 256 on.
 
-    `few`: smaller ones too, for decode steps.
+    `few`: whether to add smaller ones, for decode steps.
     """
     smallest = [1, 2, 4, 8] if few else []
     sizes = [*smallest, *range(16, 128, 16), *range(128, 256, 32), *range(256, max_num_tokens, 64)]
@@ -272,25 +273,25 @@ def token_sizes(max_num_tokens: int, few: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Recorded work between one layer's attention and the next, or before the first, or behind the last."""
+    """Recorded work up to a layer's attention, or after the last one."""
 
     replay: Work
     attend: Attend | None
-    """The attention behind it, of queries over a batch."""
+    """The attention that follows the piece, as a function of queries; None: the piece is the last."""
     group: int
-    """The KV group of its layer."""
+    """KV group of that attention's layer."""
     heads: torch.Size
     """[num_heads, head_dim] of that attention's queries."""
 
 
 class PromptGraphs:
-    """Recorded pieces of steps of any kind, between one attention and the next.
+    """Recorded pieces of steps of any kind, split at each attention.
 
     Args:
-        kv_cache: with a scratch block behind its pool.
-        num_axes: of positions: 3 where requests may state them on three, else 1.
-        sizes: of batches in tokens, ascending.
-        has_slots: whether the model has slots for adapters: then each size is recorded with them, too.
+        kv_cache: a KV cache with a scratch block after its pool.
+        num_axes: number of position axes: 3 if requests may state positions on three axes, else 1.
+        sizes: numbers of tokens, ascending.
+        has_slots: whether the model has adapter slots, so that each size is also recorded with adapters.
     """
 
     def __init__(
@@ -307,14 +308,14 @@ class PromptGraphs:
         self.model, self.kv_cache, self.sizes, self.backend = model, kv_cache, list(sizes), backend
         self.num_replays = 0
         self.num_misses = 0
-        """Steps that were not replayed, as no size is large enough."""
+        """Number of steps that were not replayed, because no recorded size is large enough."""
         config, device, longest = model.config, kv_cache.blocks.device, self.sizes[-1]
         # What pieces read and write; the same memory for all sizes and layers.
         self._x = torch.zeros((longest, config.embedded_size), dtype=config.dtype, device=device)
         self._hidden = torch.zeros((longest, config.hidden_size), dtype=config.dtype, device=device)
         self._query = self._attended = torch.empty(0, dtype=config.dtype, device=device)
-        """Room for the largest layer's queries, and for what attention makes of them; from the first warm-up
-        on, in which layers show their sizes."""
+        """Buffers for the largest layer's queries and attention outputs; allocated at the first warm-up,
+        where layers show their sizes."""
         axes = (3,) if num_axes == 3 else ()
         self._positions = torch.zeros((*axes, longest), dtype=torch.int64, device=device)
         block_size = kv_cache.block_size
@@ -327,21 +328,22 @@ class PromptGraphs:
         self._pieces: dict[tuple[int, bool], list[Piece]] = {}
 
     def capture_all(self) -> None:
-        """Records every size, the largest first: smaller ones find its memory in the pool."""
+        """Records every size, the largest first, so that smaller ones reuse its memory in the pool."""
         with recording("pieces of steps, by tokens", self.sizes):
             for size in reversed(self.sizes):
                 for is_adapted in {False, self._has_slots}:
                     self._pieces_of(size, is_adapted=is_adapted)
 
     def can_run(self, num_tokens: int) -> bool:
-        """Whether steps of this many tokens are recorded."""
+        """Returns whether steps of this many tokens are recorded."""
         if num_tokens > self.sizes[-1]:
             self.num_misses += 1
             return False
         return True
 
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Hidden states of all tokens, [num_tokens, hidden_size], in memory that the next call overwrites."""
+        """Returns the hidden states of all tokens, [num_tokens, hidden_size]; the next call overwrites their
+        memory."""
         count = inputs.metas[0].num_tokens
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
         adapters = inputs.adapters
@@ -363,7 +365,7 @@ class PromptGraphs:
         return self._hidden[:count]
 
     def _pieces_of(self, size: int, *, is_adapted: bool) -> list[Piece]:
-        """Returns the pieces of a step with this many tokens, in their order, recorded on first use."""
+        """Returns the pieces of a step with this many tokens in order; records them on first use."""
         if (size, is_adapted) not in self._pieces:
             self._pieces[size, is_adapted] = self._record(size, is_adapted)
         return self._pieces[size, is_adapted]
@@ -400,18 +402,17 @@ class PromptGraphs:
     def _interrupted(
         metas: Sequence[AttentionMetadata], interrupt: Callable[[int, torch.Tensor, Attend], torch.Tensor]
     ) -> list[AttentionMetadata]:
-        """Metadata that interrupts each attention; see `AttentionMetadata`. `interrupt` gets the KV group,
-        too."""
+        """Returns metadata that calls `interrupt` at each attention, with its KV group; see
+        `AttentionMetadata`."""
         return [replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(metas)]
 
     def _queries(self, count: int, heads: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two views [count, num_heads, head_dim]: attention reads queries from the first, and its
-        results go to the second."""
+        """Returns buffers for attention's inputs and outputs, each [count, num_heads, head_dim]."""
         size, shape = count * math.prod(heads), (count, *heads)
         return self._query[:size].view(shape), self._attended[:size].view(shape)
 
     def _metas(self, size: int) -> list[AttentionMetadata]:
-        """A batch of one sequence that lies in the scratch block over and over, for each KV group."""
+        """Returns metadata, per KV group, of one sequence whose blocks are all the scratch block."""
         scratch, block_size = self.kv_cache.scratch_block, self.kv_cache.block_size
         assert scratch is not None
         blocks = [scratch] * -(-size // block_size)

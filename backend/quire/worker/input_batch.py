@@ -1,8 +1,8 @@
-"""InputBatch: what the runner remembers of its requests, and the flat tensors of a step.
+"""InputBatch: the runner's state of its requests, and the flat tensors of a step.
 
-The batch is ragged and flat (no padding): tokens of all rows one after the other, with `query_start_loc`
-marking the borders. State is kept by request; a step's arrays are built from it with a handful of numpy
-calls whose number does not depend on the batch.
+The batch is ragged and flat, without padding: the tokens of all rows follow each other, and `query_start_loc`
+marks the borders. State is kept by request. A step's arrays are built from it with a few numpy calls, whose
+number does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from quire_kernels.metadata import AttentionMetadata
 
 @dataclass(slots=True)
 class CachedRequest:
-    """A request the runner holds a block-table row for."""
+    """A request for which the runner holds a block table row."""
 
     row: int
     token_ids: list[int]
     sampling: SamplingRow
     embeds: PromptEmbeds | None = None
     choices: list[SamplingRow] = field(default_factory=list)
-    """Rows of choices 1, 2, ... until the first tokens are drawn."""
+    """Sampling rows of choices 1, 2, ... until their first tokens are sampled."""
     position_delta: int = 0
-    """Position of a token behind the prompt less its index; see `PromptEmbeds.position_delta`."""
+    """Difference between the position of a token after the prompt and its index; see
+    `PromptEmbeds.position_delta`."""
     slot: int = -1
     """Slot of the request's adapter; -1: it has none."""
     pooled: torch.Tensor | None = None
-    """float32 [hidden_size]: sum of the hidden states so far, where their mean is wanted."""
+    """float32 [hidden_size]: sum of the hidden states so far, if their mean is wanted; else None."""
     num_drafted: int = 0
-    """Leading tokens whose keys and values a draft model has."""
+    """Number of leading tokens whose keys and values a draft model has."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -54,20 +55,22 @@ class CachedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, those known to the device only included."""
+        """Number of tokens, including those that only the device knows."""
         return len(self.token_ids) + self.sampling.num_pending
 
     def on_sampled(self) -> None:
-        """A token is drawn for it, choice 0's where there are several: later draws are single.
+        """Records that a token was sampled for it (for choice 0, if there are several). Later draws sample
+        one token each.
 
-        With beam search the token is none of the sequence's yet: the scheduler gives those it chooses.
+        With beam search the token is not part of the sequence yet: the scheduler sends the tokens it chooses.
         """
         self.choices = []
         if not self.sampling.is_beam:
             self.sampling.num_pending += 1
 
     def on_token(self, token_ids: list[int]) -> None:
-        """The host learns of the oldest token drawn, and of those behind it that were drawn of drafts."""
+        """Records that the host now knows the oldest pending token, and the tokens sampled after it from
+        drafts."""
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
             self.token_ids += token_ids
@@ -75,37 +78,37 @@ class CachedRequest:
             self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
     def on_failed(self) -> None:
-        """The oldest token drawn is none, and the request ends. What a step under way draws for it does not
-        matter: any token stands for the one that is missing, and nobody is asked who would see it."""
+        """Records that the oldest pending token is invalid, so that the request ends. An arbitrary token
+        takes its place, since steps in flight compute nothing that is used."""
         self.on_token([0])
         self.sampling.processors = self.sampling.grammar = None
 
 
 class PromptRow(NamedTuple):
-    """Positions of a row that are asked for the log-probabilities of the prompt's tokens behind them."""
+    """Positions of a row for which the log-probabilities of the next prompt tokens are wanted."""
 
     number: int
     """Index of the row in the step."""
     most: int
-    """How many of the most likely tokens are to be told."""
+    """Number of most likely tokens to report."""
     first: int
-    """The first of the positions, as a token of the batch."""
+    """Index of the first of the positions in the batch's tokens."""
     targets: list[int]
-    """The token of the prompt behind each of them."""
+    """Prompt token after each of the positions."""
 
 
 class PoolRow(NamedTuple):
-    """Tokens of a row whose hidden states make an embedding."""
+    """Tokens of a row whose hidden states are pooled to an embedding."""
 
     number: int
-    """Row of the step."""
+    """Index of the row in the step."""
     first: int
-    """The first of them, as a token of the batch."""
+    """Index of the first of the tokens in the batch."""
     end: int
-    """The one behind the last of them."""
+    """Index after the last of the tokens in the batch."""
     state: CachedRequest
     is_last: bool
-    """Whether the prompt is complete with them."""
+    """Whether the prompt ends with these tokens."""
 
 
 @dataclass(slots=True)
@@ -113,41 +116,43 @@ class StepInputs:
     """Tensors of one step."""
 
     forward: ForwardInputs
-    """Inputs of the model. Its `rows` are the tokens that are sampled from, or all where log-probabilities of
-    the prompt or embeddings need their hidden states."""
+    """Inputs of the model. Its `rows` are the tokens to sample after; all tokens if prompt log-probabilities
+    or embeddings need their hidden states."""
     sample_indices: torch.Tensor
-    """int64 [num_logits]: the last token of each row that samples, and those before it that drafts follow."""
+    """int64 [num_logits]: the last token of each row that samples, and the tokens before it that drafts
+    follow."""
     samples: list[tuple[int, CachedRequest]]
-    """[num_samples]: row of the step and its request, once for each choice or draft to draw."""
+    """[num_samples]: index of the row in the step and its request, once for each choice or draft to
+    sample."""
     sample_rows: torch.Tensor
-    """int64 [num_logits]: the requests' rows of the block table."""
+    """int64 [num_logits]: block table row of each request."""
     sampling_rows: list[SamplingRow]
-    """[num_samples]"""
+    """[num_samples]: sampling row of each sample."""
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Draft tokens at the end of a row, by row of the step. The row samples behind each of them, and behind
-    the token before the first."""
+    """Draft tokens at the end of each row, by index of the row in the step. The row samples after each of
+    them, and after the token before the first."""
     choice_indices: torch.Tensor | None = None
-    """int64 [num_samples]: which row of logits each sample is drawn from; None: each has its own."""
+    """int64 [num_samples]: row of logits that each sample uses; None: each sample has its own."""
     first_draws: torch.Tensor | None = None
-    """int64 [num_logits]: of each row of logits, its first sample; None: each has one."""
+    """int64 [num_logits]: first sample of each row of logits; None: each row has one sample."""
     prompt_rows: list[PromptRow] = field(default_factory=list)
-    """In ascending order."""
+    """Rows that want prompt log-probabilities, in ascending order."""
     pool_rows: list[PoolRow] = field(default_factory=list)
-    """Nothing is sampled of these."""
+    """Rows to pool; nothing is sampled from these."""
     are_decodes: bool = False
-    """Whether each row is one token, which the host knows, and one is drawn of it."""
+    """Whether each row computes one token that the host knows, and samples one."""
 
     @property
     def wants_best_only(self) -> bool:
-        """Whether of each row that samples the largest of the model's own logits is all that matters."""
+        """Whether each row that samples needs only the largest of the model's untransformed logits."""
         return self.choice_indices is None and all(row.wants_best_only for row in self.sampling_rows)
 
 
 class InputBatch:
-    """Owner of the requests' rows on one worker.
+    """Assigns block table rows to the requests on one worker, and builds the inputs of steps.
 
     Args:
-        kv_cache: the pool of the blocks in their tables.
+        kv_cache: the pool that holds their blocks.
         block_size: tokens per block.
     """
 
@@ -169,24 +174,23 @@ class InputBatch:
         self._kv_cache = kv_cache
         self._processors = processors or {}
         self._prompts: dict[str, int] = {}
-        """First prompt position whose log-probabilities are to be computed, by id of the requests that ask
-        for them."""
+        """First prompt position without log-probabilities yet, by id of the requests that want them."""
         self.embedded: set[str] = set()
-        """Requests whose embeddings are wanted, not tokens."""
+        """Ids of requests that want embeddings and no tokens."""
         self.adapted: set[str] = set()
-        """Requests with an adapter."""
+        """Ids of requests with an adapter."""
         self._grammars = grammars
         self._last: StepInputs | None = None
-        """Inputs of the step before, which the next step may bring forward by a token of each row. None: it
-        may not, as that step was not all decodes or the device is not a CPU."""
+        """Inputs of the previous step, which the next step may advance by one token per row. None: it may
+        not, because that step was not all decodes or the device is not a CPU."""
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        """The newest token drawn for each row of the block table, -1 where there was none to draw.
+        """The newest token sampled for each row of the block table; -1: sampling failed.
 
-        For the next step, which may be under way before the host knows it. The last entry is no request's.
+        The next step reads it, perhaps before the host knows the token. The last entry belongs to no request.
         """
 
     def update(self, output: SchedulerOutput) -> None:
-        """Applies the scheduler's differences: drops first, then new rows, new tokens and new blocks."""
+        """Applies the scheduler's changes: drops first, then new rows, new tokens and new blocks."""
         for request_id in output.dropped_request_ids:
             dropped = self.requests.pop(request_id, None)
             if dropped is not None:
@@ -236,8 +240,8 @@ class InputBatch:
         return self._grammars.begin(structured, new.num_prompt_tokens, new.sampling_params.ignore_eos)
 
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:
-        """The flat tensors for the scheduled rows, in their order; on the host they are valid until the next
-        call."""
+        """Returns the flat tensors for the scheduled rows, in their order. Those on the host are valid until
+        the next call."""
         inputs = self._last
         if inputs is None or not self._advance(inputs, scheduled):
             inputs = self._build(scheduled)
@@ -245,8 +249,8 @@ class InputBatch:
         return inputs
 
     def _advance(self, inputs: StepInputs, scheduled: list[ScheduledRequest]) -> bool:
-        """Brings the inputs of the step before forward, in place, if the same requests compute their next
-        tokens; else nothing changes."""
+        """Advances the previous step's inputs in place and returns True, if the same requests compute their
+        next tokens; else changes nothing."""
         if len(scheduled) != len(inputs.samples):
             return False
         tokens, seq_lens, entered = [], [], []
@@ -403,7 +407,8 @@ class InputBatch:
         return inputs
 
     def _adapters(self, scheduled: list[ScheduledRequest], lens: list[int]) -> AdapterStep | None:
-        """Adapter slots of a step's tokens; `lens`: tokens of each row. None: no row has an adapter."""
+        """Returns the adapter slots of a step's tokens; `lens`: number of tokens in each row. None: no row
+        has an adapter."""
         slots = [self.requests[item.request_id].slot for item in scheduled]
         used = frozenset(slots) - {-1}
         if not used:
@@ -411,8 +416,8 @@ class InputBatch:
         return AdapterStep(to_device(np.repeat(np.array(slots, dtype=np.int32), lens), self.device), used)
 
     def _pool_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PoolRow]:
-        """Rows of this step whose request wants an embedding; `starts`: each row's first token of the batch,
-        and the batch's end."""
+        """Returns the rows of this step whose request wants an embedding. `starts`: index of each row's first
+        token in the batch, then the batch's end."""
         return [
             PoolRow(number, start, end, self.requests[item.request_id], item.samples)
             for number, (item, start, end) in enumerate(zip(scheduled, starts, starts[1:], strict=False))
@@ -420,8 +425,8 @@ class InputBatch:
         ]
 
     def _prompt_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PromptRow]:
-        """Rows of this step whose request wants log-probabilities of its prompt; `starts`: each row's first
-        token of the batch."""
+        """Returns the rows of this step whose request wants prompt log-probabilities. `starts`: index of each
+        row's first token in the batch."""
         rows = []
         for number, (item, start) in enumerate(zip(scheduled, starts, strict=False)):
             known = self._prompts.get(item.request_id)
@@ -438,7 +443,8 @@ class InputBatch:
         return rows
 
     def _draw_several(self, inputs: StepInputs) -> None:
-        """Repeats the samples of requests whose choices all draw their first token from one row of logits."""
+        """Repeats the samples of requests whose choices all sample their first token from one row of
+        logits."""
         draws = [
             (index, sample, row)
             for index, sample in enumerate(inputs.samples)
@@ -454,7 +460,7 @@ class InputBatch:
     def _axes(
         positions: npt.NDArray[np.int64], given: list[tuple[PromptEmbeds, ScheduledRequest, int]]
     ) -> npt.NDArray[np.int64]:
-        """`positions` as they are, or on three axes where a request states its own."""
+        """Returns `positions` unchanged, or on three axes if a request states its own."""
         if all(embeds.position_ids is None for embeds, _, _ in given):
             return positions
         axes = np.tile(positions, (3, 1))
@@ -470,7 +476,8 @@ class InputBatch:
     def _embeds(
         self, given: list[tuple[PromptEmbeds, ScheduledRequest, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The given embeddings that fall into this step, and the flat tokens they belong to."""
+        """Returns the given embeddings that fall into this step, and the flat indices of their tokens; None:
+        there are none."""
         indices: list[npt.NDArray[np.int64]] = []
         rows: list[torch.Tensor] = []
         for embeds, item, start in given:

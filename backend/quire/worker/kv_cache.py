@@ -1,9 +1,9 @@
-"""KVCache: the memory of the paged KV cache, and how large it gets.
+"""KVCache: the memory of the paged KV cache, and its size.
 
-One allocation of `num_blocks` pieces. A block holds what all layers of one KV group keep of `block_size`
-tokens, or of a whole request, one layer after the other, so that moving it (swap, transfer, copy on write) is
-a single copy. Layers have equally many bytes of it, the most that one needs. What lies inside is said by the
-model's KV spec, and by the layers that keep a state.
+It is one allocation of `num_blocks` blocks. A block holds the data of all layers of one KV group, layer after
+layer, for `block_size` tokens or for the state of one request. So moving a block (swap, transfer, copy on
+write) is a single copy. Each layer has the same number of bytes in a block, the most that any of them needs.
+The model's KV spec, and layers that keep a state, define the content.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from quire_kernels.quantized_kv import KVLayer
 logger = logging.getLogger("quire")
 
 DEFAULT_CPU_SHARE = 0.25
-"""Most of a host's free memory for a pool whose size nobody stated."""
+"""Most of a host's free memory for a pool without a configured size, as a fraction."""
 DEFAULT_CPU_BYTES = 2 * 2**30
-"""Bytes of such a pool, unless one sequence needs more: the host has other work."""
+"""Bytes of such a pool, unless one sequence needs more: the host has other work to do."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of memory as they are when the pool is made, after everything else."""
+    """Bytes of memory when the pool is created, after everything else was loaded."""
 
     free: int
     total: int | None = None
-    """Bytes that a GPU has in all; None: the memory is the host's."""
+    """Bytes of the GPU's memory; None: the memory is the host's."""
 
     @classmethod
     def measure(cls, device: torch.device, num_ranks: int = 1) -> DeviceMemory:
-        """Memory as it is now: a GPU's, or on the host an equal share for each rank of what is available."""
+        """Measures the present memory: a GPU's, or on the host each rank's equal share of the available
+        memory."""
         if device.type == "cuda":
             return cls(*torch.cuda.mem_get_info(device))
         return cls(available_memory() // num_ranks)
@@ -61,16 +62,16 @@ def num_blocks_for(
     max_model_len: int,
     memory: DeviceMemory,
 ) -> int:
-    """How many blocks the pool gets.
+    """Returns the number of blocks in the pool.
 
-    `num_blocks`, else `kv_cache_memory`, else on cuda what `gpu_memory_utilization` leaves after the weights,
-    else on cpu what `max_num_seqs` sequences of `max_model_len` need, capped by `cpu_memory_utilization`
-    of the memory now available. Where that is not stated either, `DEFAULT_CPU_BYTES` is a cap too, unless one
-    sequence needs more.
+    The size is `num_blocks`, else `kv_cache_memory`. Else on cuda it is what `gpu_memory_utilization` leaves
+    after the weights. Else on cpu it is what `max_num_seqs` sequences of `max_model_len` need, capped by
+    `cpu_memory_utilization` of the memory now available. If that is not configured either,
+    `DEFAULT_CPU_BYTES` is a cap, too, unless one sequence needs more.
 
     Args:
-        blocks_per_sequence: what one sequence of `max_model_len` needs at most, over all KV groups.
-        memory: of the device.
+        blocks_per_sequence: most blocks that one sequence of `max_model_len` needs, over all KV groups.
+        memory: the device's memory.
 
     Raises:
         ConfigError: the pool could not hold one sequence of `max_model_len`.
@@ -109,14 +110,14 @@ def num_blocks_for(
 
 
 _ALIGNMENT = 16
-"""Bytes whose multiple a state begins at."""
+"""Alignment of a state in bytes."""
 _LARGE_BLOCKS = 64
-"""Tokens whose multiple a block beside states has: as tiles of attention have them."""
+"""Block sizes beside states are multiples of this many tokens, as attention's tiles are."""
 
 
 def _block_size(cache: CacheConfig, model: Model) -> int:
-    """Tokens per block: `block_size`, or, where that is the default and layers keep states, so many that the
-    keys and values of a block have at least as many bytes as a state."""
+    """Returns the tokens per block: `block_size`. If that is the default and layers keep states, the block is
+    as large as needed for its keys and values to have at least the bytes of a state."""
     state_bytes = max(group.state_bytes for group in model.kv_groups)
     has_attention = not all(group.is_state for group in model.kv_groups)
     if cache.block_size != CacheConfig.block_size or not (state_bytes and has_attention):
@@ -140,16 +141,17 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     max_step_tokens: int
     draft_bytes: int = 0
-    """Bytes of the draft model's keys and values for a block's tokens, in a pool of its own; 0: there is no
-    draft model."""
+    """Bytes per block of the draft model's keys and values, in a pool of its own; 0: there is no draft
+    model."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, model: Model, draft: Model | None = None) -> KVLayout:
-        """Layout for a model and its draft model, if any; neither needs weights for that.
+        """Returns the layout for a model and its draft model, if any; neither needs its weights.
 
         Raises:
-            ConfigError: `max_model_len` exceeds what the checkpoint allows, `block_size` does not divide the
-                size of its attention chunks, or its layers keep states and drafts are to be tried.
+            ConfigError: `max_model_len` exceeds the checkpoint's limit, `block_size` does not divide the size
+                of its attention chunks, its layers keep states and drafts are configured, or the model does
+                not support `kv_cache_dtype`.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = _block_size(config.cache, model), config.cache.kv_cache_dtype
@@ -182,7 +184,7 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a block that each layer has."""
+        """Bytes that each layer has in a block."""
         num_bytes = self.spec.layer_bytes(self.block_size)
         state_bytes = max(group.state_bytes for group in self.groups)
         if not state_bytes:
@@ -191,15 +193,16 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """In all pools."""
+        """Bytes of a block, in the pools of model and draft model together."""
         return self.layers_per_block * self.layer_bytes + self.draft_bytes
 
     def blocks_per_sequence(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of so many tokens holds at any time, over all KV groups."""
+        """Returns the most blocks that a sequence of this many tokens holds at any time, over all KV
+        groups."""
         return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
 
     def num_blocks(self, config: EngineConfig, memory: DeviceMemory) -> int:
-        """Blocks of the pool; see `num_blocks_for`."""
+        """Returns the number of blocks in the pool; see `num_blocks_for`."""
         return num_blocks_for(
             config.cache,
             config.scheduler,
@@ -211,18 +214,18 @@ class KVLayout:
 
 
 class KVCache:
-    """The pool, as the operators see it (`layer`) and as the movers of whole blocks do.
+    """The pool, accessed by layer (`layer`) or by whole blocks.
 
-    It is written once, so that its memory is really there before the model is called ready: a machine that is
-    too small fails at start and not under load.
+    Its memory is written once at start. So a machine that is too small fails then, and not under load.
 
     Args:
         spec: what a layer keeps of a token.
-        layers_per_group: layers that a block has room for.
+        layers_per_group: number of layers in a block.
         block_size: tokens per block.
-        layer_bytes: bytes of a block that each layer has; None: what `spec` needs.
-        has_scratch: whether there is a block more, `scratch_block`, which the scheduler does not know of.
-        is_shared: whether other processes map it (host memory alone), by `fd`.
+        layer_bytes: bytes of each layer in a block; None: what `spec` needs.
+        has_scratch: whether to allocate one more block, `scratch_block`, which the scheduler does not know
+            of.
+        is_shared: whether other processes may map the memory by `fd` (on the host only).
 
     Raises:
         ConfigError: the memory cannot be allocated.
@@ -240,7 +243,7 @@ class KVCache:
         is_shared: bool = False,
     ) -> None:
         self.scratch_block = num_blocks if has_scratch else None
-        """Block of padding rows, which nothing reads; None: there are none."""
+        """Id of the block that padding rows write to and nothing reads; None: there is none."""
         num_blocks += has_scratch
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -271,7 +274,7 @@ class KVCache:
         return self.blocks.nbytes
 
     def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
-        """View of the pool for the operators of the layer at position `index` of its group; for `shape` see
+        """Returns the part of the pool for the layer at position `index` of its group; for `shape` see
         `DecoderLayer.kv_shape`."""
         if (index, shape) not in self._layers:
             spec = self._spec
@@ -283,17 +286,18 @@ class KVCache:
         return self._layers[index, shape]
 
     def states(self, index: int) -> torch.Tensor:
-        """Bytes of the layer at position `index` of a group of states: uint8 [num_blocks, state_bytes or a
-        few more]."""
+        """Returns the bytes of the layer at position `index` of a group of states: uint8 [num_blocks, at
+        least state_bytes]."""
         return self._memory[index]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target) pairs of distinct targets; all sources are read before any is written."""
+        """Copies (source, target) pairs with distinct targets; all sources are read before any target is
+        written."""
         source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(self.blocks.device)
         ops.copy_blocks(self._words, source, target)
 
     def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copies n blocks to `out` [n, block_bytes], after all that has been queued on the device."""
+        """Copies n blocks to `out` [n, block_bytes], after all work queued on the device."""
         if self.blocks.device.type == "cpu":
             read_rows(self.blocks.numpy(), block_ids, out)
             return
@@ -302,7 +306,7 @@ class KVCache:
         out[...] = staging.numpy()
 
     def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Copies `data` [n, block_bytes] to n distinct blocks that nothing else uses; there on return."""
+        """Copies `data` [n, block_bytes] to n distinct blocks that nothing else uses; complete on return."""
         if self.blocks.device.type == "cpu":
             write_rows(self.blocks.numpy(), block_ids, data)
             return
@@ -311,7 +315,7 @@ class KVCache:
         self._copy(block_ids, staging, to_host=False)
 
     def _copy(self, block_ids: Sequence[int], staging: torch.Tensor, *, to_host: bool) -> None:
-        """Copies from or to pinned memory, by the device's copy engines: kernels go on beside it."""
+        """Copies blocks from or to pinned memory with the device's copy engines, while kernels run."""
         device = self.blocks.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -323,5 +327,5 @@ class KVCache:
         stream.synchronize()
 
     def _staging(self, count: int) -> torch.Tensor:
-        """Pinned memory for `count` blocks; torch keeps what is given back, so this is cheap."""
+        """Returns pinned memory for `count` blocks; torch caches it, so this is cheap."""
         return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=True)

@@ -1,8 +1,8 @@
-"""kv_identity: what decides the bits of the keys and values that this process computes.
+"""kv_identity: everything that decides the bits of the keys and values that this process computes.
 
-Weights and frequencies as they are in memory, not the files they came from: whatever chose the files, made
-them up (`load_format=dummy`) or derived a number from several keys is covered without being known here. The
-instruction sets and the libraries belong to it, since sums rounded in another order have other bits.
+It uses the weights and frequencies in memory, not the files they came from. So it also covers how files were
+chosen, dummy weights (`load_format=dummy`) and numbers derived from several keys. Instruction sets and
+libraries are part of it, because sums in another order have other bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.loader.load import LoadedModel
 
 
 def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
-    """The identity of keys and values as JSON can hold it; `loaded` must have its weights' digest."""
+    """Returns the identity of keys and values as JSON; `loaded` must have its weights' digest."""
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
     model, scheme = loaded.model, loaded.config.scheme
     config = dataclasses.asdict(dataclasses.replace(loaded.config, scheme=SCHEMES[None], whole=None))

@@ -12,7 +12,7 @@ WARM_UP, SLEEP, WAKE = "warm up", "sleep", "wake"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First message to a rank: its configuration and its place among the others."""
+    """First message to a rank: its configuration and its number among the ranks."""
 
     config: EngineConfig
     rank: int
@@ -28,13 +28,13 @@ class Ready:
     info: RunnerInfo
     block_bytes: int
     blocks_fd: int | None
-    """Descriptor, in this process, of the memory with the blocks; None: they lie on a GPU."""
+    """Descriptor, in the rank's process, of the memory with the blocks; None: they are on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Answer of a rank that could not do what it was asked for."""
+    """Answer of a rank that failed to do what it was asked."""
 
     error: str
     is_ours: bool = False
-    """Whether the text is that of a QuireError, made for people."""
+    """Whether the text is that of a QuireError, which is written for users."""

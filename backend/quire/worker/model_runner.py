@@ -1,4 +1,4 @@
-"""ModelRunner: loads the model, owns the KV cache, and turns a SchedulerOutput into sampled tokens."""
+"""ModelRunner: loads the model, owns the KV cache, and computes the steps of SchedulerOutputs."""
 
 from __future__ import annotations
 
@@ -72,14 +72,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 MAX_GRAPH_TOKENS = 512
-"""Most tokens of a step, unless all its rows are decodes, that is computed as CUDA graphs."""
+"""Most tokens of a step with prefill rows that is replayed as CUDA graphs."""
 
 
 def resolve_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """`auto` is cuda where a device is visible, else cpu; of several GPUs each rank takes its own.
+    """Returns the device for a configuration. `auto` is cuda if a device is visible, else cpu; each rank uses
+    its own GPU.
 
     Raises:
-        ConfigError: cuda was asked for and there is none, or not one for each rank.
+        ConfigError: cuda was configured and there is no device, or not one for each rank.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -100,10 +101,11 @@ def resolve_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 
 
 class ModelRunner:
-    """One worker: the same code on cpu and cuda.
+    """Computes steps in one process, with the same code on cpu and cuda.
 
     Args:
-        ranks: who compute the model; this process has its part. On the CPU the engine maps their blocks.
+        ranks: this process's rank in the tensor-parallel group. With several ranks on the CPU, the engine
+            maps their blocks.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -119,13 +121,13 @@ class ModelRunner:
         self._config, self._num_threads, self._ranks = config, num_threads, ranks
         self._processors = load_logits_processors(config.model.logits_processors)
         self._is_ahead = config.scheduler.launches_ahead(str(self.device))
-        """Whether a step may need tokens that the host does not know."""
+        """Whether a step may need tokens that the host does not know yet."""
         self._checkpoint = self._checkpoint_state()
         self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
         self._limits: DeviceLimits | None = None
         self.num_computed_tokens = 0
-        """Token rows the model computed since start; equal to those scheduled, as nothing is padded, less
-        drafts that no draft model has made."""
+        """Number of tokens that the model computed since start: the scheduled ones, less drafts that the
+        draft model did not make. Padding does not count."""
         self._load()
 
     def _checkpoint_state(self) -> list[tuple[str, int, int]]:
@@ -133,10 +135,10 @@ class ModelRunner:
         return checkpoint_state(model.model, model.tokenizer, model.draft_model)
 
     def _load(self, num_blocks: int | None = None) -> None:
-        """Makes all that `sleep` gives back.
+        """Creates everything that `sleep` frees.
 
         Args:
-            num_blocks: of the KV cache; None: as the configuration and the memory say.
+            num_blocks: blocks of the KV cache; None: as the configuration and the memory determine.
         """
         config = self._config
         timeline, kernels_before = StartTimeline(), load_seconds()
@@ -256,10 +258,10 @@ class ModelRunner:
                 has_slots=has_slots,
             )
         self._launched: deque[LaunchedStep] = deque()
-        """Steps whose tokens the host does not know yet, the oldest first."""
+        """Launched steps whose tokens the host does not know yet, the oldest first."""
 
     def _load_draft(self, target: DecoderConfig) -> Model:
-        """The draft model's weights, for a model of this shape."""
+        """Loads the draft model's weights, after checking that it can guess for the target."""
 
         def check(shape: DecoderConfig) -> None:
             check_draft(shape, target)
@@ -277,7 +279,7 @@ class ModelRunner:
         return loaded.model
 
     def sleep(self) -> None:
-        """See `Runner`: what `_load` made is gone; the device's context, kernels and threads stay."""
+        """See `Runner`. Frees what `_load` created; the device's context, kernels and threads stay."""
         for writer in filter(None, self._cache_writers):
             writer.stop()  # it holds the weights
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
@@ -295,7 +297,8 @@ class ModelRunner:
         trim_heap()
 
     def wake(self) -> None:
-        """See `Runner`: as at the start. Graphs are recorded again, as memory lies elsewhere now."""
+        """See `Runner`. Works as at the start; graphs are recorded again, because memory addresses have
+        changed."""
         if self._checkpoint_state() != self._checkpoint:
             model = self._config.model.model
             raise CheckpointError(f"{model}: has changed since it was loaded: load the model again")
@@ -306,15 +309,16 @@ class ModelRunner:
         trim_heap()
 
     def attach(self, tiers: KVTiers | None) -> None:
-        """Says where blocks go beside the pool, before the first step."""
+        """Sets the KV tiers that blocks move to and from, before the first step; None: there are none."""
         self.tiers = tiers
 
     def launch(self, output: SchedulerOutput) -> None:
-        """Begins a step: moves blocks, computes the scheduled tokens, samples where a row is complete.
+        """Begins a step: moves blocks, computes the scheduled tokens, and samples for rows that are complete.
 
-        On cuda that is queued, and what it samples stays on the device for the next step.
+        On cuda the work is queued, and sampled tokens stay on the device for the next step.
 
-        A step that needs to know tokens of those before (for n-grams, say) waits for as many as it needs.
+        A step that must know earlier tokens on the host (for n-grams, say) first waits for the steps that
+        sample them.
         """
         timer = None
         if output.is_timed:
@@ -340,7 +344,7 @@ class ModelRunner:
         self._launched.append(step)
 
     def collect(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was launched; returns what it brought."""
+        """Waits for the oldest launched step and returns its results."""
         step = self._launched.popleft()  # first, so that it is not collected again if that fails
         step.phase("collect")
         self._settle(step)
@@ -352,12 +356,12 @@ class ModelRunner:
         return step.output
 
     def reset(self) -> None:
-        """Forgets the steps under way: one of them has failed, and their requests end."""
+        """Drops the steps in flight: one of them has failed, and their requests end."""
         self._launched.clear()
 
     def warm_up(self) -> None:
-        """Records steps, and reads the vocabulary for grammars, once before the first step: either would hold
-        up a later step."""
+        """Records steps and reads the vocabulary for grammars, once before the first step, because either
+        would delay a later step."""
         self._grammars.warm_up()
         with tuning.warm_up():
             if self.prompt_graphs is not None:
@@ -366,24 +370,25 @@ class ModelRunner:
                 self.graphs.capture_all()
 
     def _measure_limits(self) -> None:
-        """Once, before the first step that is timed: steps wait for half a second then."""
+        """Measures the device's limits once, before the first timed step; this delays steps by half a
+        second."""
         try:
             self._limits = measure_limits(self.device, self.model.config.dtype, self.info.num_threads)
         except RuntimeError as error:
             logger.warning("profile: the device's limits could not be measured: %s", error)
 
     def check(self) -> None:
-        """Raises nothing: the runner is there as long as its process."""
+        """Does nothing: the runner cannot be lost while its process lives."""
 
     def close(self) -> None:
-        """Nothing outlives it."""
+        """Does nothing: no resource outlives the runner."""
 
     def _lacks_tokens(self, item: ScheduledRequest) -> bool:
         state = self.batch.requests.get(item.request_id)
         return state is not None and item.new is None and item.samples and state.sampling.lacks_tokens
 
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
-        """Writes KV of the scheduled tokens and samples."""
+        """Computes the scheduled tokens, which writes their keys and values, and samples."""
         if self.draft is not None:
             step.phase("draft")
             scheduled, step.output.has_caught_up = self.draft.fill(scheduled, self.batch)
@@ -414,7 +419,7 @@ class ModelRunner:
         step.set_drawn(inputs.samples, found, inputs.sampling_rows)
 
     def _draw(self, inputs: StepInputs, step: LaunchedStep) -> Draw | None:
-        """Computes the model and draws a token per sampling row; None: there are none."""
+        """Runs the model and samples a token per sampling row; None: there are no such rows."""
         forward = inputs.forward
         has_all = forward.rows is None
         # What is recorded begins behind the lookup of embeddings, and has no place for more.
@@ -441,7 +446,7 @@ class ModelRunner:
         return self._sample(hidden, inputs) if inputs.samples else None
 
     def _settle(self, step: LaunchedStep) -> None:
-        """Lets the host know what a step has brought, once."""
+        """Copies a step's results to the host's state, once."""
         rows = step.output.rows
         if step.drawn is not None:
             self._settle_drawn(step, *step.drawn)
@@ -483,7 +488,7 @@ class ModelRunner:
                 rows[row].choices.append(output)
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Draw:
-        """One token per sampling row, of hidden states [num_logits, hidden_size]."""
+        """Samples one token per sampling row from hidden states [num_logits, hidden_size]."""
         rows, choices = inputs.sampling_rows, inputs.choice_indices
         if inputs.wants_best_only:
             return Draw(self.model.best_tokens(hidden))
@@ -497,34 +502,34 @@ class ModelRunner:
 
 
 class LaunchedStep:
-    """A step that has begun."""
+    """A step that was launched, with its results under way."""
 
     def __init__(self, num_rows: int, timer: StepTimer | None = None) -> None:
         self.timer = timer
         self.output = ModelRunnerOutput([NOTHING] * num_rows)
         self.samples: list[tuple[int, CachedRequest]] = []
-        """Row and request of each draw, as in `StepInputs`."""
+        """Row index and request of each sample, as in `StepInputs`."""
         self.drawn: tuple[Draw, HostCopy] | None = None
-        """Tokens drawn for `samples`, and their copy on its way to the host; None: nothing was drawn, or the
-        host knows it."""
+        """Tokens sampled for `samples`, and their copy to the host; None: nothing was sampled, or the host
+        has the tokens."""
         self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
-        """Log-probabilities of the prompts' own tokens, on their way to the host; None: as with `drawn`."""
+        """Prompt log-probabilities, and their copy to the host; None as with `drawn`."""
         self.embeddings: tuple[list[int], HostCopy] | None = None
-        """Rows of the step, and the embeddings that they bring."""
+        """Indices of rows in the step, and the copy of their embeddings to the host; None as with `drawn`."""
         self.grammars: list[RowGrammar | DraftGrammar | None] = []
-        """Grammar of each draw; empty where no draw has one."""
+        """Grammar of each sample; empty: no sample has one."""
         self.drafts: dict[int, Sequence[int]] = {}
-        """Draft tokens by row of the step, as in `StepInputs`."""
+        """Draft tokens by index of the row in the step, as in `StepInputs`."""
 
     def phase(self, name: str) -> None:
-        """A phase of the step begins, if anyone wants to know."""
+        """Records the start of a phase, if the step is timed."""
         if self.timer is not None:
             self.timer.phase(name)
 
     def set_drawn(
         self, samples: list[tuple[int, CachedRequest]], drawn: Draw, rows: list[SamplingRow]
     ) -> None:
-        """Takes what was drawn for `samples` with `rows`, and begins its way to the host."""
+        """Sets what was sampled for `samples` with `rows`, and starts its copy to the host."""
         if any(row.grammar is not None for row in rows):
             self.grammars = [row.grammar for row in rows]
         self.samples, self.drawn = samples, (drawn, HostCopy(drawn.tensors))
@@ -532,19 +537,18 @@ class LaunchedStep:
             state.on_sampled()
 
     def set_prompts(self, found: PromptLogprobs) -> None:
-        """Takes the log-probabilities of prompts, and begins their way to the host."""
+        """Sets the prompt log-probabilities, and starts their copy to the host."""
         self.prompts = found, HostCopy(found.found.tensors)
 
     def set_embeddings(self, numbers: list[int], vectors: list[torch.Tensor]) -> None:
-        """Takes the embeddings of rows of the step, and begins their way to the host."""
+        """Sets the embeddings of rows of the step, and starts their copy to the host."""
         self.embeddings = numbers, HostCopy(vectors)
 
 
 def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:
-    """Refuses an `attention_backend` that cannot do what one of the model's layers needs.
+    """Raises ConfigError if the configured `attention_backend` cannot handle one of the model's layers.
 
-    Raises:
-        ConfigError: says why, and what all can.
+    The message says why, and what each backend can handle.
     """
     wanted = shape.attention_backend
     if wanted is None:
@@ -566,7 +570,7 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
 
 
 def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> bool:
-    """Whether decode steps of all layers can be recorded with their attention."""
+    """Returns whether decode steps can be recorded including the attention of all layers."""
     picked = [
         registry.pick("paged_attention", device.type, shape.dtype, wanted=shape.attention_backend, **facts)
         for facts in _attention_facts(config, shape)
@@ -575,7 +579,8 @@ def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: 
 
 
 def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[str, Any]]:
-    """Facts by which decode attention gets its implementation, one dict for each window of the layers."""
+    """Returns the properties by which decode attention is chosen, one dict for each window among the
+    layers."""
     return [
         attention_facts(
             shape.num_heads,
@@ -592,12 +597,14 @@ def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[st
 
 
 def make_graph_backend(device: torch.device, enforce_eager: bool) -> GraphBackend | None:
-    """Backend that records steps as graphs; None: the device is not cuda, or every step runs eagerly."""
+    """Returns the backend that records steps as graphs; None: the device is not cuda, or `enforce_eager` is
+    set."""
     return CudaGraphs() if device.type == "cuda" and not enforce_eager else None
 
 
 def _default_threads() -> int:
-    """OMP_NUM_THREADS where it is set, as every other user of OpenMP; else the cores this process may use."""
+    """Returns OMP_NUM_THREADS if it is set, as other users of OpenMP do; else the number of cores this
+    process may use."""
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdigit() and int(named) > 0:
         return int(named)

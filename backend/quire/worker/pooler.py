@@ -1,4 +1,4 @@
-"""Pooler: embeddings of prompts from the hidden states of steps."""
+"""Pooler: makes embeddings of prompts from the hidden states of steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from quire.worker.input_batch import PoolRow
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """Pools row by row, and so the same whatever else is in a step."""
+    """Pools each row on its own, so the result does not depend on the other rows of a step."""
 
     pooling: Pooling
 
     def pool(self, rows: Iterable[PoolRow], hidden: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
-        """Pools the hidden states that a step computed.
+        """Pools the hidden states of a step.
 
         Args:
             hidden: [num_tokens, hidden_size] of all tokens of the step.
 
         Returns:
-            Rows of the step whose prompts are complete, and their embeddings, float32 [dimensions].
+            Indices of the rows whose prompts are complete, and their embeddings, float32 [dimensions] each.
         """
         numbers, vectors = [], []
         for row in rows:
@@ -47,7 +47,7 @@ class Pooler:
 
 
 def embedding_output(vector: torch.Tensor) -> RowOutput:
-    """Output of a row with its embedding, or an error where that is not finite; `vector`: float32
+    """Returns the output of a row with its embedding, or an error if it is not finite. `vector`: float32
     [dimensions], on the host."""
     if not bool(torch.isfinite(vector).all()):
         return RowOutput(error="the model's hidden states are not finite: there is no embedding")

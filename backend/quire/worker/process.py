@@ -1,8 +1,8 @@
-"""The ModelRunner of a rank, in a process of its own: the other half of `quire.engine.worker_group`.
+"""Runs the ModelRunner of one rank in its own process: the other half of `quire.engine.worker_group`.
 
-Started with a socket, it takes a Start, answers with a Ready or Failed, and then computes one
-SchedulerOutput after the other until the socket is closed or the engine is dead. On the CPU the KV cache lies
-in memory that the engine maps, too: the engine moves blocks, this process computes.
+It receives a Start over its socket, answers with Ready or Failed, and then computes one SchedulerOutput after
+another until the socket is closed or the engine is dead. On the CPU the engine maps the memory of the KV
+cache, too: the engine moves blocks, this process computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(connection: Connection) -> None:
-    """Answers what comes over the connection until that is closed."""
+    """Answers the messages of the connection until it is closed."""
     start: Start = connection.recv()
     ranks = Ranks(start.rank, start.num_ranks)
     try:
@@ -79,9 +79,9 @@ def _ready(runner: ModelRunner) -> Ready:
 
 
 def end_with(pid: int, start_time: int) -> None:
-    """Ends this process with another one, whatever it is doing then: loading a model, say.
+    """Ends this process when another one ends, whatever this one is doing then, such as loading a model.
 
-    The socket does not tell of a dead engine while a fork of it lives.
+    The socket does not show that the engine is dead while a fork of it lives.
     """
     pidfd = open_verified_pidfd(pid, start_time)
     if pidfd is None:

@@ -1,30 +1,30 @@
-"""Sampling: logits in, one token per row out.
+"""Sampling: turns logits into one token per row.
 
-Every row is computed by operations that look at that row only, and its random number is a pure function
-of (seed, output position), so that a request's tokens do not depend on the batch around it, on preemption
-or on a restart.
+Every row is computed by operations that look at that row only, and its random number is a pure function of
+(seed, output position). So a request's tokens do not depend on the batch around it, on preemption or on a
+restart.
 
 Order of the transforms: logits processors, the grammar's mask, repetition penalty, presence and frequency
 penalties, logit bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample temperature,
 top-k, top-p, min-p, typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a
-filter keeps every token tied with the last one it keeps, so that the outcome does not depend on the order of
-a sort.
+filter keeps every token tied with the last one it keeps, so the outcome does not depend on the order of a
+sort.
 
-What `thinking_budget` forces takes the place of what was drawn, unless a grammar forbids it.
+A token forced by `thinking_budget` replaces the sampled one, unless a grammar forbids it.
 
-When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
-asked for the impossible gets its most plausible violation instead of an error in mid-stream. What a grammar
-forbids is never allowed again.
+If the bans leave a row no token at all, they are lifted for that step: a request that asked for the
+impossible gets the most likely violation instead of an error in mid-stream. Tokens that a grammar forbids are
+never allowed again.
 
 Log-probabilities are those of the model: log-softmax of the logits before any transform.
 
-Rows of beam search get their best candidates instead. As in transformers, penalties and bans apply to
-their log-probabilities, which are not normalised again: `TokenLogprobs` then holds the best token, and
-behind it the row's `num_candidates` best ones in descending order, that first one among them.
+Rows of beam search get their best candidates instead. As in transformers, penalties and bans apply to their
+log-probabilities, which are not normalised again. `TokenLogprobs` then holds the best token first, followed
+by the row's `num_candidates` best ones in descending order, which include that first one.
 
-Why inverse-CDF with one Philox number per draw, and not Gumbel-max: Gumbel-max needs a random number per
-vocabulary entry (10 million for 64 rows of 150k), while one number per row is drawn by the same integers on
-every device.
+Sampling uses the inverse CDF with one Philox number per draw, not Gumbel-max. Gumbel-max needs a random
+number per vocabulary entry (10 million for 64 rows of 150k), while one number per row is computed by the same
+integers on every device.
 """
 
 from __future__ import annotations
@@ -48,24 +48,26 @@ _BAD_LOGITS = "the model's logits for this request are NaN or have no finite max
 
 @dataclass(slots=True)
 class Draw:
-    """Tokens drawn and log-probabilities wanted, still on the device of the logits: only `outputs` needs them
-    on the host."""
+    """Sampled tokens and log-probabilities, still on the device of the logits. Only `outputs` needs them on
+    the host."""
 
     token_ids: torch.Tensor
     """int64 [N]; -1 where the logits hold NaN or have no finite maximum."""
     logprobs: list[tuple[list[int], list[int], TopLogprobs]] = field(default_factory=list)
-    """(n rows, how many each reports beside the first, of n rows): the first is the chosen token, or a beam's
-    best."""
+    """(n row indices, how many log-probabilities each reports after the first, those of n rows). The first is
+    that of the sampled token, or of a beam's best."""
     errors: dict[int, RowOutput] = field(default_factory=dict)
-    """Output with the error of each draw whose grammar or logits processor failed, by number of the draw."""
+    """Output with the error of each sample whose grammar or logits processor failed, by index of the
+    sample."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of it."""
+        """All tensors of the result."""
         return [self.token_ids, *(tensor for _, _, found in self.logprobs for tensor in found.tensors)]
 
     def outputs(self, tensors: Sequence[torch.Tensor] | None = None) -> list[RowOutput]:
-        """One per row, of one token or an error; `tensors`: copies of `self.tensors` on the host, if any."""
+        """Returns one output per row, with one token or an error; `tensors`: host copies of `self.tensors`,
+        if any."""
         token_ids, *rest = self.tensors if tensors is None else tensors
         outputs = [
             RowOutput([token_id]) if token_id >= 0 else RowOutput(error=_BAD_LOGITS)
@@ -84,16 +86,16 @@ class Draw:
 def join_drafts(
     outputs: Sequence[RowOutput], rows: Sequence[int], drafts: Mapping[int, Sequence[int]]
 ) -> tuple[list[RowOutput], list[int]]:
-    """Makes one output of what was drawn behind a row's newest token and its drafts: what follows them as far
-    as these were right.
+    """Joins the samples after a row's newest token and after its drafts to one output. It keeps samples up to
+    the first that differs from its draft.
 
     Args:
-        outputs: [N], of one token or an error.
-        rows: [N] row of the step that each was drawn for.
-        drafts: of rows that have some, by row: as many draws less one.
+        outputs: [N], each with one token or an error.
+        rows: [N], index of the row in the step of each.
+        drafts: draft tokens by index of the row; a row with drafts has one sample more than drafts.
 
     Returns:
-        The outputs, and of each the number of its first draw.
+        The joined outputs, and the index of each one's first sample.
     """
     joined, firsts = [], []
     number = 0
@@ -118,8 +120,8 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
     Args:
         logits: [N, vocab_size] float32, any device; may be changed in place.
         rows: N rows.
-        newest: int64 [N], on the device of the logits: the token before the one to be drawn, of rows
-            that are `is_uncounted`; None: there are no such rows.
+        newest: int64 [N], on the device of the logits: the newest token of rows that are `is_uncounted`;
+            None: there are no such rows.
     """
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     assert logits.dtype == torch.float32, logits.dtype
@@ -161,7 +163,7 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
 def _forced(
     logits: torch.Tensor, rows: Sequence[SamplingRow], thinking: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """(row, token) of those that must get one, and whose grammar, if any, allows it."""
+    """Returns (row, token) of the rows that must get a certain token, if their grammar allows it."""
     wanted = [(i, rows[i].forced_token()) for i in thinking]
     return [
         (i, token_id)
@@ -171,16 +173,16 @@ def _forced(
 
 
 def _force(token_ids: torch.Tensor, forced: Sequence[tuple[int, int]]) -> None:
-    """Puts tokens (row, token) in the place of those drawn, but for rows that failed."""
+    """Replaces sampled tokens by the forced (row, token), except in rows that failed."""
     rows, values = (_index(list(column), token_ids) for column in zip(*forced, strict=True))
     token_ids[rows] = torch.where(token_ids[rows] < 0, -1, values)
 
 
 def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, RowOutput]:
-    """Lets no token but those that the rows' grammars allow; returns, by row, what a grammar failed with.
+    """Masks the tokens that the rows' grammars forbid; returns, by row, the errors of grammars that failed.
 
-    Before all edits: no bias revives what a grammar forbids, and bans that would leave a row no token are
-    lifted down to what it allows.
+    Called before all edits: no bias may revive a forbidden token, and bans that leave a row no token are
+    lifted only for tokens that its grammar allows.
     """
     errors = {}
     masks = np.full((len(rows), -(-logits.shape[1] // 32)), -1, dtype=np.int32)
@@ -199,7 +201,8 @@ def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[
 
 
 def _process(logits: torch.Tensor, rows: Sequence[SamplingRow], processed: list[int]) -> dict[int, RowOutput]:
-    """Calls the rows' own code on their logits, in place; returns the ends of rows where that fails."""
+    """Calls the requests' logits processors on their rows, in place; returns, by row, the errors of those
+    that failed."""
     errors = {}
     for i in processed:
         processors = rows[i].processors
@@ -217,7 +220,7 @@ def _choose(
     edits: EditArrays | None,
     newest: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[N, V] -> int64 [N]; makes the edits, too."""
+    """Applies the edits and samples: [N, V] -> int64 [N]."""
     if edits is None and all(row.params.is_greedy or row.is_beam for row in rows):
         return ops.argmax(logits)
     return ops.sample(logits, sampling_tensors(rows, edits, newest, logits.device))
@@ -226,13 +229,14 @@ def _choose(
 def sampling_tensors(
     rows: Sequence[SamplingRow], edits: EditArrays | None, newest: torch.Tensor | None, device: torch.device
 ) -> SamplingTensors:
-    """Tensors that `ops.sample` needs; rows of beam search count as greedy. One copy to the device.
+    """Returns the tensors that `ops.sample` needs; rows of beam search count as greedy. One copy to the
+    device.
 
     Args:
         rows: N rows.
-        edits: of these rows, from `collect_edits`.
+        edits: edits of these rows, from `collect_edits`.
         newest: see `draw`.
-        device: of the logits.
+        device: device of the logits.
     """
     floats = np.array([row.filters for row in rows], dtype=np.float32).T
     words = np.array([(row.params.top_k, row.seed, row.num_output_tokens) for row in rows], dtype=np.uint64).T
@@ -252,7 +256,7 @@ def sampling_tensors(
 
 
 def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None) -> LogitEdits:
-    """Edits made of the arrays of `collect_edits`, on the device."""
+    """Returns the edits made from the arrays of `collect_edits`, on the device."""
     uncounted = there.get("uncounted")
     known = None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
     return LogitEdits(**{name: there[name] for name in _EDITS}, newest=known)

@@ -1,9 +1,9 @@
-"""SamplingRow: one row of a sampling batch, and the flat arrays the sampler needs of all rows.
+"""SamplingRow: one row of a sampling batch, and the flat arrays that the sampler needs of all rows.
 
-Logits are touched only where a request asks for it: `collect_edits` turns what the rows ask for and their
-histories into lists of token ids with the rows behind each other, so that a transform of the whole batch is
-one gather and one scatter, or a part of a kernel, instead of a loop over rows or over the vocabulary. What a
-request asks for is turned into arrays once, so that a step only joins arrays. No torch here: they are numpy.
+Logits are changed only where a request asks for it. `collect_edits` joins the rows' requested edits and
+histories into flat lists of token ids. A transform of the whole batch is then one gather and one scatter, or
+part of a kernel, instead of a loop over rows or the vocabulary. A request's parameters are turned into arrays
+once, so that a step only joins arrays. No torch here: the arrays are numpy.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from quire.worker.grammar import DraftGrammar, RowGrammar
 from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
 
 _LEAST_REPETITION = np.finfo(np.float32).tiny
-"""A penalty below the smallest normal number would turn 0 / p into NaN."""
+"""Smallest repetition penalty: below the smallest normal number, 0 / p would be NaN."""
 EditArrays = dict[str, npt.NDArray[Any]]
 _NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
 class SamplingRow:
-    """Sampling state of the request behind one row of logits: all that the sampler must know of it.
+    """Sampling state of the request behind one row of logits: everything the sampler needs of it.
 
-    A runner that keeps the row of a request from step to step pays O(new tokens) per step for penalties
-    and n-gram bans; a row made anew each step gives the same tokens and pays O(all tokens).
+    If the runner keeps a request's row from step to step, penalties and n-gram bans cost O(new tokens) per
+    step. A new row in each step gives the same tokens and costs O(all tokens).
     """
 
     params: SamplingParams
     token_ids: list[int]
-    """Prompt and output so far: a reference that grows behind our back, never copied or changed here."""
+    """Prompt and output so far: a reference to a list that others extend, never copied or changed here."""
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
     seed: int
-    """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
+    """Seed in [0, 2**64): the request's own, or one that the runner drew when the request arrived."""
     num_pending: int = 0
-    """Tokens behind `token_ids` that are drawn already, but known to the device only."""
+    """Number of tokens after `token_ids` that were sampled but are known only to the device."""
     grammar: RowGrammar | DraftGrammar | None = None
-    """Grammar of `params.structured_output`, which says what tokens may come next; only a worker has it."""
+    """Grammar of `params.structured_output`; None: there is none, or this process is not a worker."""
     processors: RowProcessors | None = None
     is_beam: bool = field(init=False, repr=False, compare=False)
-    """True when beam search asks for candidates instead of a token."""
+    """Whether beam search wants candidates instead of a token."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
     has_transforms: bool = field(init=False, repr=False, compare=False)
-    """True when something may change the logits before the temperature."""
+    """Whether any transform may change the logits before the temperature is applied."""
     wants_best_only: bool = field(init=False, repr=False, compare=False)
-    """True when the largest of the model's own logits is all that matters."""
+    """Whether only the largest of the model's untransformed logits matters."""
     filters: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
-    """Temperature (0 where the best token is taken), top-p, min-p and typical-p."""
+    """Temperature (0: greedy), top-p, min-p and typical-p."""
     _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
     _bad_words: BadWords | None = field(default=None, init=False, repr=False, compare=False)
     _biases: tuple[IntArray, FloatArray] | None = field(default=None, init=False, repr=False, compare=False)
@@ -89,21 +89,22 @@ class SamplingRow:
 
     @property
     def num_candidates(self) -> int:
-        """Beam search: candidates wanted of this row, so many that all ends may be among them and all beams
-        go on from this one, and that `logprobs` of them can be reported."""
+        """Number of candidates that beam search wants of this row. Enough that all beams can continue from
+        this row even if every end token is among them, and that `logprobs` of them can be reported."""
         ends = 0 if self.params.ignore_eos else len(self.eos_token_ids)
         ends += len(self.params.stop_token_ids)
         return max(self.params.beam_width + ends, self.params.logprobs or 0)
 
     @property
     def num_output_tokens(self) -> int:
-        """Also the position of the token to be drawn: together with `seed` it fixes the random number."""
+        """Number of output tokens, and the position of the next one; with `seed` it determines the random
+        number."""
         return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
 
     @property
     def lacks_tokens(self) -> bool:
-        """True when the host has to know a pending token before the next one is drawn: any, or for penalties
-        any but the newest, which is counted on the device."""
+        """Whether the host must know a pending token before the next one is sampled. Penalties alone need all
+        but the newest, which the device counts."""
         if not self.num_pending:
             return False
         params = self.params
@@ -115,14 +116,15 @@ class SamplingRow:
 
     @property
     def is_uncounted(self) -> bool:
-        """True when the newest token counts for penalties, but only the device knows it."""
+        """Whether penalties must count the newest token, but only the device knows it."""
         if not self.has_penalties:
             return False
         assert self.num_pending <= 1, "the host knows all tokens but the newest"
         return self.num_pending > 0
 
     def behind(self, drafts: Sequence[int]) -> list[SamplingRow]:
-        """Rows of the token to be drawn next, and of those behind each of `drafts`, were these right."""
+        """Returns the rows for the next token and for the token after each of `drafts`, assuming these are
+        right."""
         assert not self.num_pending and self.processors is None, "drafts follow what is known"
         if self.wants_best_only:
             return [self] * (len(drafts) + 1)
@@ -147,7 +149,8 @@ class SamplingRow:
         return rows
 
     def _go_on_from(self, row: SamplingRow) -> None:
-        """Takes what is known of a row with the first of these tokens, as long as that one stays there."""
+        """Copies the state of a row with the same first tokens, which must not change while this row uses
+        it."""
         params = self.params
         if self.has_penalties or params.no_repeat_ngram_size:
             self._history = row.history().fork()
@@ -160,7 +163,7 @@ class SamplingRow:
             self._thinking = copy.copy(row._thinking)
 
     def history(self) -> TokenHistory:
-        """The row's history, brought up to the newest token."""
+        """The row's history, updated to the newest token."""
         if self._history is None or self._history.num_seen > len(self.token_ids):
             self._history = TokenHistory(
                 self.token_ids[: max(self.num_prompt_tokens, 0)],
@@ -171,7 +174,7 @@ class SamplingRow:
         return self._history
 
     def forced_token(self) -> int | None:
-        """The token that must come next, as `thinking_budget` is used up."""
+        """Token that must come next because `thinking_budget` is used up; None: any token may."""
         params = self.params
         if params.thinking is None or params.thinking_budget is None:
             return None
@@ -181,7 +184,7 @@ class SamplingRow:
         return self._thinking.next(self.token_ids)
 
     def biases(self) -> tuple[IntArray, FloatArray]:
-        """`logit_bias` as tokens and values, [b] each."""
+        """`logit_bias` as token ids and values, [b] each."""
         if self._biases is None:
             biases = self.params.logit_bias
             self._biases = (
@@ -191,15 +194,15 @@ class SamplingRow:
         return self._biases
 
     def bad_words(self) -> BadWords:
-        """`bad_words_ids`, ready to be looked for."""
+        """`bad_words_ids`, prepared for matching."""
         if self._bad_words is None:
             self._bad_words = BadWords(self.params.bad_words_ids, self.eos_token_ids)
         return self._bad_words
 
     def bans(self) -> list[IntArray]:
-        """Tokens that must not be chosen, some maybe twice.
+        """Returns the token ids that must not be chosen, possibly with duplicates.
 
-        They come of repeated n-grams, bad words and, until `min_tokens` tokens exist, of EOS (unless
+        They come from repeated n-grams, bad words and, until `min_tokens` tokens exist, EOS (unless
         `ignore_eos`, which makes EOS a token like any other) and the stop ids.
         """
         params = self.params
@@ -220,24 +223,25 @@ class SamplingRow:
 
 @dataclass(slots=True)
 class TokenList:
-    """Tokens of all rows behind each other."""
+    """Token ids of all rows, one row after another."""
 
     sizes: list[int]
-    """[n]: how many each row has."""
+    """[n]: number of tokens of each row."""
     token_ids: IntArray
-    """[m], each in the vocabulary."""
+    """[m]: token ids, each in the vocabulary."""
     values: FloatArray
-    """[m], or [0] where tokens have none."""
+    """[m]: value of each token; [0] if tokens have none."""
 
 
 def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> EditArrays | None:
-    """The edits of all rows: the fields of `quire_kernels.sampling.LogitEdits` by name, but for `newest`.
+    """Returns the edits of all rows: the fields of `quire_kernels.sampling.LogitEdits` by name, except
+    `newest`.
 
-    Where rows have a newest token that is a penalty more (`SamplingRow.is_uncounted`), there is `uncounted`,
-    bool [n], too.
+    If penalties must count a row's newest token on the device (`SamplingRow.is_uncounted`), the result also
+    has `uncounted`, bool [n].
 
     Returns:
-        None when no row has any edits.
+        None: no row has any edits.
     """
     if not any(row.has_transforms for row in rows):
         return None
@@ -262,7 +266,7 @@ def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> EditArrays | 
 
 
 def _penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
-    """[3, n]: repetition, presence and frequency penalty of each row."""
+    """Returns [3, n]: repetition, presence and frequency penalty of each row."""
     asked = [row.params for row in rows]
     factors = np.array(
         [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in asked],
@@ -273,7 +277,7 @@ def _penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
 
 
 def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """Repetition, presence and frequency penalties: the tokens of prompt and output."""
+    """Returns the tokens of prompt and output that penalties apply to; None: no row has penalties."""
     if not any(row.has_penalties for row in rows):
         return None
     found = [row.history().distinct() if row.has_penalties else _NO_TOKENS for row in rows]
@@ -281,7 +285,7 @@ def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None
 
 
 def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """`logit_bias` of all rows."""
+    """Returns the `logit_bias` of all rows; None: no row has one."""
     if not any(row.params.logit_bias for row in rows):
         return None
     found = [row.biases() for row in rows]
@@ -290,7 +294,7 @@ def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
 
 
 def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """Tokens that must not be chosen."""
+    """Returns the tokens that must not be chosen; None: there are none."""
     found = [row.bans() for row in rows]
     if not any(found):
         return None
@@ -299,11 +303,11 @@ def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
 
 
 def _join(ids: list[list[IntArray]], values: list[FloatArray], vocab_size: int) -> TokenList:
-    """The tokens of all rows that have a logit, which placeholders of images and the like have not.
+    """Joins the tokens of all rows, without ids outside the vocabulary, such as placeholders of images.
 
     Args:
-        ids: [n] of any number of arrays.
-        values: of these tokens in this order; empty: they have none.
+        ids: [n], any number of arrays for each row.
+        values: values of these tokens in the same order; empty: they have none.
     """
     sizes = [sum(map(len, row)) for row in ids]
     token_ids = np.concatenate([_NO_TOKENS[0], *(part for row in ids for part in row)])

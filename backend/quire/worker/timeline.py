@@ -1,4 +1,4 @@
-"""When steps began and ended: on the device, for benchmarks, and phase by phase, for profiles."""
+"""Records when steps began and ended: on the device for benchmarks, phase by phase for profiles."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import torch
 from quire.outputs import StepTiming
 
 MAX_STEPS = 10_000
-"""Older ones are forgotten."""
+"""Most steps whose marks are kept; the oldest are dropped."""
 _NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step, in milliseconds of the device's clock."""
+    """Times of one step, in milliseconds of the device's clock."""
 
     num_rows: int
     busy_ms: float
-    """Time from its first to its last kernel."""
+    """Milliseconds from the step's first to its last kernel."""
     idle_ms: float
-    """Time from the end of the step before."""
+    """Milliseconds from the end of the previous step to this step's first kernel."""
 
 
 class Timeline:
-    """Marks steps in the device's queue; costs two events per step when enabled, nothing otherwise.
+    """Marks steps in the device's queue. Costs two events per step if enabled, nothing otherwise.
 
-    The marks are ranges for NVTX too, which profilers show.
+    The marks are also NVTX ranges, which profilers show.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -42,7 +42,7 @@ class Timeline:
         self._marks: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_STEPS)
 
     def step(self, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which everything queued belongs to one step."""
+        """Returns a context; all work queued in it belongs to one step."""
         return self._marked(num_rows) if self.enabled else _NOTHING
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ class Timeline:
             self._marks.append((num_rows, begin, end))
 
     def pop_step_times(self) -> list[StepTime]:
-        """All steps since the last call but the first of them; waits for the device."""
+        """Returns the times of all steps since the last call except the first one; waits for the device."""
         marks = list(self._marks)
         self._marks.clear()
         if marks:
@@ -70,13 +70,13 @@ class Timeline:
 
 
 def idle_fraction(steps: list[StepTime]) -> float:
-    """Share of the time between the first and the last step in which the device had nothing to do."""
+    """Returns the fraction of the time between the first and the last step in which the device was idle."""
     total = sum(step.busy_ms + step.idle_ms for step in steps)
     return sum(step.idle_ms for step in steps) / total if total else 0.0
 
 
 class StepTimer:
-    """Notes the phases of one step, each of which ends where the next one begins."""
+    """Records the phases of one step; each ends where the next begins."""
 
     def __init__(self, device: torch.device) -> None:
         self._phases: list[tuple[str, float, float]] = []
@@ -84,7 +84,7 @@ class StepTimer:
         self._marks = _Marks(device) if device.type == "cuda" else None
 
     def phase(self, name: str) -> None:
-        """The present phase ends, and another begins; empty: none does."""
+        """Ends the present phase and begins another; empty: none begins."""
         now = time.monotonic()
         if self._name:
             self._phases.append((self._name, self._began, now))
@@ -93,19 +93,19 @@ class StepTimer:
         self._name, self._began = name, now
 
     def launched(self) -> None:
-        """All of the step is queued."""
+        """Records that all work of the step is queued."""
         self.phase("")
         if self._marks is not None:
             self._marks.end()
 
     def timing(self) -> StepTiming:
-        """Phases noted so far and, on cuda, the step's span on the device, for which it waits."""
+        """Returns the phases so far and, on cuda, the step's span on the device, for which it waits."""
         self.phase("")
         return StepTiming(self._phases, None if self._marks is None else self._marks.span())
 
 
 class _Marks:
-    """Begin and end of a step in the device's queue."""
+    """Marks at the beginning and end of a step in the device's queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._zero_s, self._zero = _zero_of(device)
@@ -133,7 +133,7 @@ class _Marks:
 
 @functools.lru_cache
 def _zero_of(device: torch.device) -> tuple[float, Any]:
-    """A time of the host and the device's mark of the same moment."""
+    """Returns a host time and a device event of the same moment."""
     event = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     event.record()

@@ -1,8 +1,8 @@
-"""TokenHistory: what penalties, n-gram bans and bad words must know of a request's tokens so far.
+"""TokenHistory: statistics of a request's tokens for penalties, n-gram bans and bad words.
 
-Every structure grows with the tokens: a step costs a row what its newest token costs plus the edits it asks
-for, whatever the prompt's length, `no_repeat_ngram_size` or the words are. Whether a token has a logit is not
-judged here.
+Every structure grows with the tokens. A row costs a step only its newest token and the edits that it asks
+for, independent of the prompt's length, `no_repeat_ngram_size` or the words. Ids outside the vocabulary are
+not filtered here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ FloatArray = npt.NDArray[np.float32]
 
 _MODULUS = 2**61 - 1
 _FACTOR = 2**32 + secrets.randbelow(2**60)
-"""Base of the hash: clients cannot tell it, so none can make prompts whose n-grams collide."""
+"""Base of the hash, random, so that clients cannot make prompts whose n-grams collide."""
 
 
 class TokenSet:
-    """Distinct token ids, each with a count, in arrays that grow."""
+    """Distinct token ids, each with a count, in growing arrays."""
 
     __slots__ = ("_counts", "_ids", "_num_shared", "_shared", "_slots")
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
-        """Every id with a count of 0."""
+        """A TokenSet holds the ids passed in. Each starts at count 0."""
         self._shared: tuple[dict[int, int], ...] = ()
         self._num_shared = 0
         self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(token_ids))}
@@ -41,7 +41,7 @@ class TokenSet:
         self._counts: FloatArray = np.zeros(len(self._slots), dtype=np.float32)
 
     def fork(self) -> TokenSet:
-        """A set that begins as this one, which must not change as long as the other is used."""
+        """Returns a set with the same content. This one must not change while the returned one is used."""
         forked = TokenSet()
         forked._shared, forked._num_shared = (*self._shared, self._slots), len(self)
         forked._ids, forked._counts = self.ids, self.counts.copy()
@@ -68,20 +68,20 @@ class TokenSet:
 
     @property
     def ids(self) -> IntArray:
-        """[n]"""
+        """Token ids, int64 [n]."""
         return self._ids[: len(self)]
 
     @property
     def counts(self) -> FloatArray:
-        """[n]"""
+        """Count of each token id, float32 [n]."""
         return self._counts[: len(self)]
 
 
 class NgramIndex:
     """Index of the tokens that followed each sequence of n - 1 tokens (a gram).
 
-    A gram is looked up by a rolling hash and then compared, so that a token costs the same for any n, up to
-    one comparison of n - 1 integers.
+    A gram is found by a rolling hash and then compared. So a token costs the same for any n, except for one
+    comparison of n - 1 integers.
     """
 
     __slots__ = ("_found", "_gram_size", "_hash", "_leaving", "_shared", "_tokens")
@@ -91,15 +91,15 @@ class NgramIndex:
         self._leaving = pow(_FACTOR, n - 1, _MODULUS)
         self._tokens = array("q")
         self._hash = 0
-        """Hash of the newest n - 1 tokens, or of all while there are fewer."""
+        """Hash of the newest n - 1 tokens, or of all tokens if there are fewer."""
         self._shared: tuple[dict[int, tuple[int, int | TokenSet]], ...] = ()
         self._found: dict[int, tuple[int, int | TokenSet]] = {}
-        """Hash to where the gram first ended, and the token or tokens behind it. A gram whose place another
-        has taken is at the next free one."""
+        """Hash to where the gram first ended, and the token or tokens after it. If another gram has that
+        hash, the next free hash is used."""
         self.extend(token_ids)
 
     def fork(self) -> NgramIndex:
-        """An index that begins as this one, which must not change as long as the other is used."""
+        """Returns an index with the same content. This one must not change while the returned one is used."""
         forked = NgramIndex(self._gram_size + 1)
         forked._shared, forked._hash = (*self._shared, self._found), self._hash
         forked._tokens = self._tokens[:]
@@ -124,7 +124,7 @@ class NgramIndex:
             self._hash = (self._hash * _FACTOR + token_id - leaving) % _MODULUS
 
     def followers(self) -> list[IntArray]:
-        """Tokens that followed the newest n - 1 tokens; some may be there twice."""
+        """Returns the tokens that followed the newest n - 1 tokens, possibly with duplicates."""
         if len(self._tokens) < self._gram_size:
             return []
         entries = (self._look_up(found)[1] for found in (*self._shared, self._found))
@@ -137,7 +137,7 @@ class NgramIndex:
     def _look_up(
         self, found: dict[int, tuple[int, int | TokenSet]]
     ) -> tuple[int, tuple[int, int | TokenSet] | None]:
-        """Place of the newest gram, and what is there."""
+        """Returns the key of the newest gram, and its entry; None: it has none."""
         tokens, size, place = self._tokens, self._gram_size, self._hash
         entry = found.get(place)
         if entry is None:
@@ -150,7 +150,7 @@ class NgramIndex:
 
 
 class BadWords:
-    """Words, as sequences of tokens, that must not be completed."""
+    """Token sequences of words that must not be completed."""
 
     __slots__ = ("_after", "_longest", "always")
 
@@ -158,7 +158,7 @@ class BadWords:
         # As in transformers, a bad word that is just EOS is not banned: it would never let a request end.
         short = [word[0] for word in words if len(word) == 1 and word[0] not in eos_token_ids]
         self.always: IntArray = np.array(short, dtype=np.int64)
-        """Words of one token."""
+        """Token ids of the words that have one token."""
         self._after: dict[int, list[tuple[bytes, int]]] = {}
         self._longest = 0
         for word in words:
@@ -168,7 +168,7 @@ class BadWords:
                 self._longest = max(self._longest, len(word) - 1)
 
     def bans(self, token_ids: Sequence[int]) -> list[int]:
-        """Last tokens of the longer words whose other tokens are the newest tokens."""
+        """Returns the last token of each longer word whose other tokens are the newest tokens."""
         words = self._after.get(token_ids[-1]) if token_ids else None
         if words is None:
             return []
@@ -177,8 +177,8 @@ class BadWords:
 
 
 class _Prompt:
-    """Statistics of a prompt, for all living histories that begin with it: the choices of a request come one
-    by one, and each would else read the whole prompt again."""
+    """Statistics of a prompt, shared by all living histories that begin with it. Without it, each choice of a
+    request would read the whole prompt again."""
 
     living: ClassVar[WeakValueDictionary[bytes, _Prompt]] = WeakValueDictionary()
 
@@ -204,15 +204,15 @@ class _Prompt:
 class TokenHistory:
     """Running statistics of one request's tokens.
 
-    Invariant: everything describes exactly `token_ids[:num_seen]`.
+    Invariant: all statistics cover exactly `token_ids[:num_seen]`.
     """
 
     __slots__ = ("_distinct", "_ngrams", "_prompt", "num_seen")
 
     def __init__(self, prompt: Sequence[int], *, counts: bool, ngram_size: int) -> None:
         """Args:
-        counts: whether `distinct` will be asked for.
-        ngram_size: of `ngram_bans`; 0: there are none.
+        counts: whether `distinct` will be called.
+        ngram_size: n for `ngram_bans`; 0: it will not be called.
         """
         self.num_seen = len(prompt)
         self._prompt = _Prompt.get_or_create(prompt) if counts or ngram_size else None
@@ -220,7 +220,8 @@ class TokenHistory:
         self._ngrams = self._prompt.ngrams(ngram_size).fork() if self._prompt and ngram_size else None
 
     def fork(self) -> TokenHistory:
-        """A history that begins as this one, which must not change as long as the other is used."""
+        """Returns a history with the same content. This one must not change while the returned one is
+        used."""
         forked = TokenHistory((), counts=False, ngram_size=0)
         forked.num_seen, forked._prompt = self.num_seen, self._prompt
         forked._distinct = None if self._distinct is None else self._distinct.fork()
@@ -228,7 +229,7 @@ class TokenHistory:
         return forked
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """All behind the prompt is output."""
+        """Adds the tokens not seen yet; all tokens after the prompt count as output."""
         new = token_ids[self.num_seen :]
         if self._distinct is not None:
             for token_id in new:
@@ -238,21 +239,23 @@ class TokenHistory:
         self.num_seen = len(token_ids)
 
     def distinct(self) -> tuple[IntArray, FloatArray]:
-        """Distinct ids of prompt and output, and how often each occurs in the output: [d], [d]."""
+        """Returns the distinct ids of prompt and output, and how often each occurs in the output: [d],
+        [d]."""
         assert self._distinct is not None, "the history was made without counts"
         return self._distinct.ids, self._distinct.counts
 
     def ngram_bans(self) -> list[IntArray]:
-        """Tokens that would repeat an n-gram of prompt and output; some may be there twice."""
+        """Returns the tokens that would repeat an n-gram of prompt and output, possibly with duplicates."""
         return [] if self._ngrams is None else self._ngrams.followers()
 
 
 class ThinkingBudget:
-    """Says which token must come next of a request that has thought for long enough.
+    """Determines the forced tokens of a request whose reasoning has used up its budget.
 
-    Reasoning begins behind the opening tag, or with the output where that is in the prompt, and ends with the
-    closing tag. Its `budget`-th token is followed by what is forced, of which the model may have written the
-    first tokens itself. All of it is known by the tokens alone, so a request that resumes goes on alike.
+    Reasoning begins after the opening tag, or with the output if the prompt contains that tag. It ends with
+    the closing tag. After its `budget`-th token the forced tokens follow; the model may have written the
+    first of them itself. The state depends on the tokens alone, so a resumed request continues in the same
+    way.
     """
 
     __slots__ = (
@@ -267,10 +270,11 @@ class ThinkingBudget:
     )
 
     _SLACK = 4
-    """Tokens, such as line feeds, that may come before the opening tag."""
+    """Most tokens, such as line feeds, that may precede the opening tag."""
     _PATIENCE = 4
-    """Tokens that may come in the place of the first that is forced: a grammar lets none break a character of
-    several bytes. Where more come, it has seen the end of reasoning, written unlike the tokenizer does."""
+    """Most tokens that may come instead of the first forced one. A grammar may delay it, because no token may
+    break a character of several bytes. After more, the grammar must have seen the reasoning end, with other
+    tokens than the tokenizer's."""
 
     def __init__(self, tags: Thinking, budget: int, num_prompt_tokens: int) -> None:
         self._tags, self._budget, self._num_prompt = tags, budget, num_prompt_tokens
@@ -278,13 +282,13 @@ class ThinkingBudget:
         self._begin = num_prompt_tokens if tags.is_open else -1
         """Index of the first token of reasoning; -1: it has not begun."""
         self._num_forced = 0 if tags.is_open and not budget else -1
-        """How much of what is forced is there; -1: nothing is to be forced yet."""
+        """Number of forced tokens that are already there; -1: none need be forced yet."""
         self._num_refused = 0
         self.is_over = False
-        """Whether nothing will be forced any more."""
+        """Whether no token will be forced any more."""
 
     def next(self, token_ids: Sequence[int]) -> int | None:
-        """The token that must follow these, prompt and output, or None."""
+        """Returns the token that must follow these, prompt and output; None: any token may."""
         for index in range(self.num_seen, len(token_ids)):
             if self.is_over:
                 break
@@ -293,7 +297,7 @@ class ThinkingBudget:
         return None if self.is_over or self._num_forced < 0 else self._tags.forced_ids[self._num_forced]
 
     def _see(self, token_ids: Sequence[int], end: int) -> None:
-        """Takes the token before `end`."""
+        """Processes the token before index `end`."""
         tags = self._tags
         if self._num_forced >= 0 and token_ids[end - 1] == tags.forced_ids[self._num_forced]:
             self._num_forced += 1

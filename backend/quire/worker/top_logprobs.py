@@ -14,23 +14,23 @@ from quire.worker.input_batch import PromptRow
 from quire_kernels import ops
 
 MAX_PROMPT_LOGITS = 2**24
-"""Most logits of prompt tokens that exist at a time: 64 MiB."""
+"""Most logits of prompt tokens in memory at a time: 64 MiB."""
 
 
 @dataclass(slots=True)
 class TopLogprobs:
-    """Still on the device of the logits."""
+    """Log-probabilities of rows, still on the device of the logits."""
 
     token_ids: torch.Tensor
     """int64 [n, most + 1]: the given token of each row, then its most likely ones, in descending order."""
     logprobs: torch.Tensor
-    """float32 [n, most + 1]: theirs."""
+    """float32 [n, most + 1]: log-probabilities of `token_ids`."""
     ranks: torch.Tensor
-    """int64 [n]: of the given token, 1 where no other is more likely; 0: not counted."""
+    """int64 [n]: rank of the given token, 1: no other is more likely; 0: not counted."""
 
     @classmethod
     def compute(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> TopLogprobs:
-        """Log-probabilities of each row's given token and of its `most` most likely ones; see
+        """Computes log-probabilities of each row's given token and its `most` most likely ones; see
         `ops.top_logprobs`."""
         return cls(*ops.top_logprobs(logits, token_ids, most))
 
@@ -40,11 +40,11 @@ class TopLogprobs:
 
 
 def entries(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities to report for each row, as lists.
+    """Returns the log-probabilities to report for each row, as lists.
 
     Args:
         tensors: `TopLogprobs.tensors`, on the host.
-        counts: how many of the most likely tokens each row wants; [n].
+        counts: [n], number of most likely tokens that each row wants.
     """
     return [
         TokenLogprobs(ids[: count + 1], values[: count + 1], rank)
@@ -54,11 +54,11 @@ def entries(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[Toke
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens, each behind a position that one step computed."""
+    """Log-probabilities of prompt tokens, each after a position that one step computed."""
 
     rows: list[PromptRow]
     found: TopLogprobs
-    """The rows' positions behind each other."""
+    """Log-probabilities at the positions of all rows, one row after another."""
 
     @classmethod
     def compute(
@@ -68,7 +68,7 @@ class PromptLogprobs:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
     ) -> PromptLogprobs:
-        """Computes logits some positions at a time.
+        """Computes the log-probabilities; only some positions' logits are in memory at a time.
 
         Args:
             rows: in ascending order, at least one.
@@ -89,7 +89,7 @@ class PromptLogprobs:
         return cls(rows, TopLogprobs(*(torch.cat(part) for part in zip(*parts, strict=True))))
 
     def outputs(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[TokenLogprobs]]]:
-        """Pairs of a row's number in the step and an entry for each of its positions, one pair for each row.
+        """Returns for each row its index in the step and an entry for each of its positions.
 
         Args:
             tensors: copies of `found.tensors` on the host.
