@@ -1,7 +1,7 @@
-"""LoRA adapters, as engine, scheduler and runner speak of them. No torch in here.
+"""LoRA adapters, as engine, scheduler and runner describe them. No torch in here.
 
 An adapter adds `scaling * B A x` to products of linear layers ("LoRA: Low-Rank Adaptation of Large Language
-Models", arXiv 2106.09685). Steps compute with those in *slots*, places among the model's weights.
+Models", arXiv 2106.09685). Steps compute with the adapters in *slots*: memory beside the model's weights.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy.typing as npt
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """An adapter that requests may name; another content of the same name is another object."""
+    """An adapter that requests may name; a new content under the same name is another object."""
 
     name: str
     path: str
-    """Path of its directory: of several with this content, the one that was loaded last."""
+    """Path of the adapter's directory; if several have this content, the one that was loaded last."""
     rank: int
-    """The largest of its layers."""
+    """Largest rank among the adapter's layers."""
     digest: bytes
-    """Stands for its weights as they are computed with."""
+    """Digest of the weights as they are computed with."""
     number: int
-    """No other adapter of the engine has or had it."""
+    """Number that no other adapter of the engine has or had."""
     num_hits: int = 0
-    """Requests that found it in a slot when they began, since it was loaded."""
+    """Number of requests, since the adapter was loaded, that found it in a slot when they began."""
     num_loads: int = 0
-    """How often it was brought into a slot."""
+    """Number of times that it was loaded into a slot."""
 
 
 class AdapterTarget(NamedTuple):
-    """A product that adapters may change: a part of a linear layer."""
+    """A product that adapters may change: one part of a linear layer."""
 
     name: str
-    """Name of the part among the model's layers: "layers.0.self_attn.q_proj"."""
+    """Name of the part in the model, such as "layers.0.self_attn.q_proj"."""
     in_features: int
     out_features: int
 
@@ -47,43 +47,44 @@ class AdapterWeights:
     """An adapter's weights in host memory."""
 
     parts: list[tuple[int, int]]
-    """(index among the model's targets, rank) of each product that it changes, in ascending order."""
+    """(index among the model's targets, rank) of each product that the adapter changes, in ascending
+    order."""
     data: npt.NDArray[np.uint8]
-    """A [rank, in_features] and `scaling * B` [out_features, rank] of each, in the model's type."""
+    """For each part: A [rank, in_features] and `scaling * B` [out_features, rank], in the model's type."""
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter to be brought into a slot, in the place of what is there."""
+    """A load of an adapter into a slot, which replaces the adapter there."""
 
     slot: int
     weights: AdapterWeights
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):
-    """An adapter, for clients and metrics."""
+    """Status of an adapter, for clients and metrics."""
 
     name: str
     path: str
     rank: int
     digest: str
-    """Hexadecimal: equal for equal weights, whatever their names."""
+    """Hexadecimal digest, equal for equal weights, whatever their names."""
     slot: int
-    """Where it lies; -1: in none."""
+    """Slot that holds the adapter; -1: none does."""
     num_running: int
-    """Requests that are computed with it."""
+    """Number of running requests with the adapter."""
     num_waiting: int
     num_hits: int
-    """Requests that found it in a slot when they began."""
+    """Number of requests that found the adapter in a slot when they began."""
     num_loads: int
-    """How often it was brought into a slot."""
+    """Number of times that it was loaded into a slot."""
 
 
 class SavedAdapter(msgspec.Struct, frozen=True):
-    """An adapter as the next engine is to have it again."""
+    """An adapter that the next engine must load again."""
 
     path: str
     digest: str
-    """Hexadecimal."""
+    """Hexadecimal digest of the weights."""
 
 
 SavedAdapters = dict[str, SavedAdapter]

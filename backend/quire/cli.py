@@ -1,4 +1,5 @@
-"""The command `quire`: one line per subcommand here, each in a module of its own, imported when it is run."""
+"""The command `quire`: one line here per subcommand. Each has a module of its own, imported only when it is
+run."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and one-line helps without importing them."""
+    """A click group that lists its commands and their one-line help texts without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_COMMANDS})

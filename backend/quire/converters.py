@@ -1,4 +1,4 @@
-"""Converters of request values, as text or in their own type, to checked ones; a failure names the field."""
+"""Converters of request values, as text or in their own type, to validated ones. Errors name the field."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def boolean(field: str, value: Any) -> bool:
 
 
 def one_of(*words: str) -> Callable[[str, Any], str]:
-    """Text that is one of `words`."""
+    """Returns a converter that accepts only the texts in `words`."""
 
     def convert(field: str, value: Any) -> str:
         if value not in words:
@@ -80,13 +80,13 @@ def one_of(*words: str) -> Callable[[str, Any], str]:
 
 
 def unless_none(kind: Any) -> Any:
-    """The annotation of what an optional value is if it is given."""
+    """Returns the annotation of an optional value, without its None."""
     return get_args(kind)[0] if NoneType in get_args(kind) else kind
 
 
 def converter(kind: Any) -> Callable[[str, Any], Any]:
-    """Makes the converter of what an annotation wants: a boolean, or a number with both its limits in a
-    msgspec.Meta. None stands for no number."""
+    """Returns the converter for an annotation: a boolean, or a number with both its limits in a msgspec.Meta.
+    An optional type converts as the type itself."""
     kind = unless_none(kind)
     if kind is bool:
         return boolean
@@ -97,12 +97,14 @@ def converter(kind: Any) -> Callable[[str, Any], Any]:
 
 
 def has_surrogates(text: str) -> bool:
-    """Whether a text holds an unpaired surrogate, which has no UTF-8 form; JSON can spell one."""
+    """Returns whether a text holds an unpaired surrogate, which has no UTF-8 form but which JSON can
+    spell."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def name(limit: int) -> Callable[[str, Any], str]:
-    """Text of at most `limit` characters that has a UTF-8 form; numbers are taken as their digits."""
+    """Returns a converter to text of at most `limit` characters that has a UTF-8 form; numbers become their
+    digits."""
 
     def convert(field: str, value: Any) -> str:
         if isinstance(value, int) and not isinstance(value, bool):

@@ -1,13 +1,13 @@
-"""Errors a caller can meet, each with the Triton status code it becomes.
+"""Errors that callers may get, each with its Triton status code.
 
-`QuireError.code` is the name of a member of `pb_utils.TritonError` (and of a gRPC status), so that the
-adapter needs no table of its own. An error that is ours (a bug) is an `AssertionError`, never one of these.
+`QuireError.code` is the name of a member of `pb_utils.TritonError` (and of a gRPC status), so the adapter
+needs no table of its own. A bug of ours raises an `AssertionError`, never one of these.
 """
 
 from __future__ import annotations
 
 MAX_DESCRIPTION = 300
-"""Characters of a text that is not ours."""
+"""Most characters quoted from a text that is not ours."""
 
 
 class QuireError(Exception):
@@ -15,11 +15,12 @@ class QuireError(Exception):
 
     code = "INTERNAL"
     retry_after_s: float | None = None
-    """Seconds until another attempt has a chance, where known."""
+    """Seconds until a retry has a chance; None: not known."""
 
 
 def describe(error: BaseException) -> str:
-    """An unexpected exception in one bounded line that has a UTF-8 form, whatever it holds."""
+    """Describes an unexpected exception in one bounded line that has a UTF-8 form, whatever the exception
+    contains."""
     try:
         text = str(error)
     except Exception:  # RecursionError, for one
@@ -29,10 +30,10 @@ def describe(error: BaseException) -> str:
 
 
 class InvalidArgumentError(QuireError):
-    """The request itself is wrong: `field` is named, and the limit it breaks is in the message.
+    """The request itself is wrong. The message names `field` and the limit that it breaks.
 
     Args:
-        told: what is said in place of both, where clients know the words of another backend.
+        told: message in place of both, for clients that know the terms of another backend.
     """
 
     code = "INVALID_ARG"
@@ -44,16 +45,17 @@ class InvalidArgumentError(QuireError):
 
 
 class NotFoundError(QuireError):
-    """There is nothing of the name that the request gives."""
+    """Nothing has the name that the request gives."""
 
     code = "NOT_FOUND"
 
 
 class UnavailableError(QuireError):
-    """The engine cannot take or finish the request now: queue full, quota used up, engine restarting.
+    """The engine cannot accept or finish the request now: queue full, quota used up, engine restarting.
 
     Args:
-        retry_after_s: when another attempt has a chance, where that is known; told in tenths, at least one.
+        retry_after_s: seconds until a retry has a chance; None: not known. The message has it in tenths, at
+            least one.
     """
 
     code = "UNAVAILABLE"
@@ -67,24 +69,24 @@ class UnavailableError(QuireError):
 
 
 class EngineStoppedError(UnavailableError):
-    """The engine was told to stop, since its server is shutting down; no other will take its place."""
+    """The engine was told to stop, because its server is shutting down; no other engine will replace it."""
 
 
 class EngineError(QuireError):
-    """The engine failed while it worked on the request."""
+    """The engine failed while it computed the request."""
 
     code = "INTERNAL"
 
 
 class WorkerLostError(EngineError):
-    """The process that computes for the engine is gone; another engine must take its place."""
+    """A process that computes for the engine is gone; another engine must replace this one."""
 
 
 class ConfigError(QuireError):
-    """Configuration keys are unknown, ill-typed or out of range; raised at start, names each key.
+    """Configuration keys are unknown, ill-typed or out of range. Raised at start; names each key.
 
     Args:
-        problems: what is wrong, one text for each thing.
+        problems: one text for each error.
     """
 
     code = "INVALID_ARG"

@@ -1,9 +1,9 @@
-"""Grammar: a StructuredOutput as llguidance compiles it, and the vocabulary that it is compiled for.
+"""Grammar: compiles a StructuredOutput with llguidance, for a model's vocabulary.
 
-llguidance is imported where there is a vocabulary: processes whose requests have no grammar never load it.
-Compiling is lazy (a parser and automata that grow as tokens come) and bounded by LIMITS, but for one thing:
-an intersection of k regular expressions takes 2**k of time and memory. So a client's grammar is compiled in a
-process that may be killed first (`frontend/grammar_checker.py`).
+llguidance is imported with the first vocabulary, so processes without grammars never load it. Compilation is
+lazy (a parser and automata that grow with the tokens) and bounded by LIMITS, with one exception: an
+intersection of k regular expressions takes 2**k time and memory. So a client's grammar is first compiled in a
+process that may be killed (`frontend/grammar_checker.py`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
-"""Limits of a grammar, in llguidance's units (its LLParserLimits). The lexer's fuel of a step is some 7 ms,
-its states are some 100 MB."""
+"""Limits of a grammar, in llguidance's units (its LLParserLimits). The lexer fuel of a step lasts some 7 ms;
+its states take some 100 MB."""
 SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
-"""Tokens that llguidance judges together where a lexeme may go on with any of them, beside its own choice,
-which is made for the strings of JSON: a bounded repetition of letters has a new state, and so a new mask,
-with each token."""
+"""Regular expressions of tokens that llguidance judges together if a lexeme may continue with any of them.
+They supplement its default, which suits JSON strings: a bounded repetition of letters has a new state, and so
+a new mask, with each token."""
 MAX_TAG_DEPTH = 16
-"""Formats of a structural tag within each other."""
+"""Most nested formats in a structural tag."""
 _WHITESPACE = r"[ \n\t]{0,64}"
-"""Between the tokens of JSON: without a bound a model may go on with it for ever."""
+"""Whitespace between the tokens of JSON; without a bound a model may generate it for ever."""
 _HEADER = "%llguidance {}\n"
 _TEXT = "TEXT: /(.|\\n)*/\n"
 
@@ -51,12 +51,12 @@ def _refuse(reason: str) -> InvalidArgumentError:
 
 
 class Vocabulary:
-    """The tokens of a model, as grammars see them.
+    """The tokens of a model for grammars.
 
     Args:
-        directory: of the tokenizer; its tokenizer.json is read. Or a .gguf file.
-        vocab_size: logits of the model.
-        eos_token_ids: of the model; where there are none the tokenizer's own counts.
+        directory: the tokenizer's directory, whose tokenizer.json is read, or a .gguf file.
+        vocab_size: number of the model's logits.
+        eos_token_ids: the model's; empty: the tokenizer's own is used.
 
     Raises:
         InvalidArgumentError: there is no tokenizer.json, or llguidance cannot read it.
@@ -75,12 +75,12 @@ class Vocabulary:
         except Exception as error:  # of Rust, which has one class
             raise _refuse(f"the tokenizer cannot be used with grammars: {one_line(error)}") from None
         self.num_tokens = min(vocab_size, self.tokenizer.vocab_size)
-        """Tokens from 0 on that may be allowed."""
+        """Number of tokens, from id 0 on, that may be allowed."""
         self.eos_token_ids = eos_token_ids
 
     @functools.cached_property
     def special(self) -> dict[str, int]:
-        """Special tokens by their text, without those that end a text."""
+        """Returns the ids of special tokens by their text, without those that end a text."""
         tokenizer = self.tokenizer
         found = {}
         for token_id in range(self.num_tokens):
@@ -95,17 +95,17 @@ class Vocabulary:
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     def literal(self, text: str) -> str:
-        """Lark's notation of a text, with special tokens where it spells them."""
+        """Returns a text in Lark's notation, with the special tokens that it contains."""
         parts = [text] if self._special_pattern is None else self._special_pattern.split(text)
         return " ".join(
             f"<[{self.special[part]}]>" if part in self.special else quoted(part) for part in parts if part
         )
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
-        """A matcher before the first token.
+        """Returns a matcher before the first token.
 
         Raises:
-            InvalidArgumentError: names what the grammar lacks, or what is not supported.
+            InvalidArgumentError: names what is wrong in the grammar, or not supported.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -117,19 +117,19 @@ class Vocabulary:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Error of a matcher that has failed, on one line."""
+    """Returns the error of a failed matcher on one line."""
     if "coerce_one_of" in matcher.get_error():
         return "oneOf: its schemas are not known to exclude each other; anyOf allows any of them"
     return " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]
 
 
 def quoted(text: str) -> str:
-    """A string of Lark."""
+    """Returns a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def grammar_text(structured: StructuredOutput, vocabulary: Vocabulary) -> str:
-    """The grammar as llguidance reads it."""
+    """Returns the grammar in llguidance's notation."""
     grammars = [{"name": "inner", **_inner(structured, vocabulary)}]
     if structured.after:
         grammars.insert(0, {"name": "outer", "lark_grammar": _outer(structured.after, vocabulary)})
@@ -137,10 +137,11 @@ def grammar_text(structured: StructuredOutput, vocabulary: Vocabulary) -> str:
 
 
 def _outer(after: str, vocabulary: Vocabulary) -> str:
-    """Any text and special tokens up to the first `after`, then the grammar.
+    """Returns a grammar of any text and special tokens up to the first `after`, followed by the grammar
+    itself.
 
-    A lazy lexeme ends as soon as it can, so nothing else may take the text in; and a token that goes on
-    behind it is allowed where the grammar begins so.
+    A lazy lexeme ends as soon as it can, so no other lexeme may match the text. A token that extends past
+    `after` is allowed if the grammar can begin with the rest.
     """
     token_id = vocabulary.special.get(after)
     if token_id is None and any(text in after for text in vocabulary.special):
@@ -169,12 +170,13 @@ def _inner(structured: StructuredOutput, vocabulary: Vocabulary) -> dict[str, An
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """With our options in the place of any that a client may have written."""
+    """Returns the schema with our llguidance options in place of the client's."""
     return {**for_llguidance(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression of Lark; anchors at the ends say what holds anyway."""
+    """Returns a Lark regular expression; drops anchors at both ends, because the whole text must match
+    anyway."""
     return "/" + re.sub(r"\\.|[/\n]", _escaped, pattern, flags=re.DOTALL) + "/"
 
 
@@ -183,7 +185,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's notation: as it is, or written in EBNF (GBNF), whose rules have `::=`."""
+    """Returns a grammar in Lark's notation: unchanged, or converted from EBNF (GBNF), whose rules have
+    `::=`."""
     if "::=" not in text:
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -195,7 +198,7 @@ def _lark(text: str) -> str:
 
 
 class _StructuralTag:
-    """Lark's notation of a structural tag: vLLM's `structures` and `triggers`, or xgrammar's `format`."""
+    """Converts a structural tag to Lark: vLLM's `structures` and `triggers`, or xgrammar's `format`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -221,7 +224,7 @@ class _StructuralTag:
         return name
 
     def _format(self, value: Any, depth: int) -> str:
-        """One format, as part of a rule."""
+        """Returns one format as part of a rule."""
         if depth > MAX_TAG_DEPTH:
             raise _refuse(f"structural_tag: at most {MAX_TAG_DEPTH} formats within each other are allowed")
         stated = _object("format", value)
@@ -253,7 +256,7 @@ class _StructuralTag:
         )
 
     def _tag(self, stated: Mapping[str, Any], trigger: str, depth: int) -> str:
-        """A tag without the `trigger` that it begins with."""
+        """Returns a tag without its initial `trigger`."""
         begin = _text("begin", stated.get("begin"))[len(trigger) :]
         content, end = stated.get("content"), _text("end", stated.get("end"))
         parts = [self._literal("begin", begin)]
@@ -267,7 +270,7 @@ class _StructuralTag:
         return self._rule(" ".join(filter(None, parts)))
 
     def _triggered(self, stated: Mapping[str, Any], depth: int) -> str:
-        """Free text in which a trigger begins one of the tags that begin with it."""
+        """Returns free text in which each trigger must begin one of the tags that start with it."""
         tags = _objects("tags", stated.get("tags"))
         triggers = stated.get("triggers")
         if not isinstance(triggers, list) or not triggers:
@@ -294,7 +297,7 @@ class _StructuralTag:
         return f"{call} {call}* TEXT" if stated.get("at_least_one") else f"{call}* TEXT"
 
     def _separated(self, stated: Mapping[str, Any], depth: int) -> str:
-        """Tags behind each other, a text between two."""
+        """Returns a sequence of tags with a text between each two."""
         tags = _objects("tags", stated.get("tags"))
         one = self._rule(" | ".join(self._tag(tag, "", depth) for tag in tags))
         between = self._literal("separator", stated.get("separator"))

@@ -1,9 +1,10 @@
-"""A client's JSON schema in the form in which llguidance means the same by it, or a refusal.
+"""Rewrites a client's JSON schema so that llguidance reads it with the same meaning, or refuses it.
 
-llguidance takes numbers for doubles, and rounds what is none: here bounds move to the next double within
-that it also writes so, and constants are refused. Of two bounds less than 1 apart it lets the one nearer to 0
-through where that is whole and excluded, so such a bound moves, too. And it refuses a `oneOf` whose schemas
-exclude each other in ways that it does not see.
+llguidance reads numbers as doubles and rounds all others. So a bound that is not a double moves inwards to
+the next double that llguidance also prints exactly, and such constants are refused. If two bounds are less
+than 1 apart, llguidance accepts the one nearer to 0 if it is a whole number, even where it is excluded; so
+such a bound moves, too. And llguidance refuses a `oneOf` if it does not see that its schemas exclude each
+other.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from urllib.parse import unquote
 from quire.errors import InvalidArgumentError
 
 _MAX_BRANCHES = 64
-"""Most schemas of a `oneOf` that are compared with each other; a longer `oneOf` stays as it is."""
+"""Most schemas in a `oneOf` that are compared with each other; a longer `oneOf` stays unchanged."""
 _MAX_STEPS = 10_000
-"""Schemas that are looked at to see what excludes what: references may go round in circles."""
+"""Most schemas visited to find which exclude each other; references may be circular."""
 _LARGEST = 2.0**63 - 1024
-"""The largest bound that llguidance keeps: for the least number of 64 bits it has no regular expression."""
+"""Largest bound that llguidance keeps: it has no regular expression for the smallest 64-bit number."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keys whose values are schemas by name."""
+"""Keys with objects whose values are schemas."""
 _VALUES = ("const", "enum", "default", "examples", "required")
-"""Keys whose values are no schemas."""
+"""Keys whose values are not schemas."""
 _TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))
-"""Integers are numbers."""
+"""Types that are distinguished; integers count as numbers."""
 _UNKNOWN = object()
 _TYPE_OF = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string"}
 
 
 def for_llguidance(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema as llguidance is to read it; what holds for it holds for the client's.
+    """Rewrites a schema for llguidance. Every value that satisfies the result satisfies the client's schema.
 
     Raises:
-        InvalidArgumentError: a constant is a number that is no double, which it names; or schemas lie too
-            deep in each other.
+        InvalidArgumentError: a constant is a number that is not a double (it is named), or schemas are nested
+            too deeply.
     """
     try:
         return _Rewriting(schema).schema(schema)
@@ -53,7 +54,7 @@ class _Rewriting:
         """Results of `_constants`, by the id() of the schema's `enum`."""
 
     def schema(self, value: Any) -> Any:
-        """A schema, or a list of schemas, or what stands in the place of one."""
+        """Rewrites a schema, a list of schemas, or a boolean in place of one."""
         if isinstance(value, list):
             return [self.schema(one) for one in value]
         if not isinstance(value, Mapping):
@@ -90,7 +91,7 @@ class _Rewriting:
             return False
 
     def _disjoint(self, one: Any, other: Any) -> bool:
-        """Whether no value is of both schemas; False where this is not clear."""
+        """Returns whether no value satisfies both schemas; False if this cannot be determined."""
         one, other = self._resolved(one), self._resolved(other)
         if not isinstance(one, Mapping) or not isinstance(other, Mapping) or self._steps > _MAX_STEPS:
             return False
@@ -110,7 +111,7 @@ class _Rewriting:
         return any(self._disjoint(properties[0][name], properties[1][name]) for name in shared)
 
     def _types(self, schema: Any) -> frozenset[str]:
-        """Types that a schema's values may have: these, or fewer."""
+        """Returns a superset of the types that a schema's values may have."""
         schema = self._resolved(schema)
         if not isinstance(schema, Mapping) or self._steps > _MAX_STEPS:
             return _TYPES
@@ -128,8 +129,8 @@ class _Rewriting:
         return types
 
     def _constants(self, schema: Mapping[str, Any]) -> frozenset[tuple[Any, bool]] | None:
-        """The values that a schema lists, each beside whether it is true or false (Python's 1 and 0).
-        None: it lists none, or lists and objects among them."""
+        """Returns the values that a schema lists, each with whether it is a boolean (Python's True equals 1).
+        None: it lists none, or some are lists or objects."""
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(values, list):
             return None
@@ -141,8 +142,8 @@ class _Rewriting:
         return found
 
     def _resolved(self, schema: Any) -> Any:
-        """The schema that a reference means, with what stands beside it: it may allow more than both do.
-        None: what the reference means is not known."""
+        """Returns the schema that a reference points to, merged with the keys beside the reference; it may
+        allow more than both do. None: the target is not known."""
         while isinstance(schema, Mapping) and "$ref" in schema and self._steps <= _MAX_STEPS:
             self._steps += 1
             target: Any = self._root
@@ -186,7 +187,7 @@ def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
 
 
 def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
-    """Moves a bound of a size in which not every whole number is a double to a double within."""
+    """Moves a bound inwards to a double, if it is so large that not every whole number is a double."""
     for key in (exclusive, inclusive):
         for value in _numbers(schema, key):
             if abs(value) < 2**53:
@@ -202,8 +203,8 @@ def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int)
 
 
 def _is_outside(moved: float, value: float, inwards: int, *, is_excluded: bool) -> bool:
-    """Whether a double lets through what the bound `value` does not: whole numbers up to the double itself,
-    others up to its shortest digits with zeros behind them, as llguidance writes it."""
+    """Returns whether a double accepts values that the bound `value` does not. llguidance compares whole
+    numbers with the double itself, others with its shortest digits padded with zeros."""
     if math.isinf(moved):
         return False  # there is a nearer bound for all
     worst = min(inwards * int(moved), inwards * int(Decimal(repr(moved))))
@@ -216,9 +217,10 @@ def _tighten(schema: dict[str, Any], key: str, bound: float, inwards: int) -> No
 
 
 def _part_bounds(schema: dict[str, Any]) -> None:
-    """Moves a whole excluded bound a little inwards if it is nearer to 0 than what it excludes.
+    """Moves an excluded bound that is a whole number a little inwards, if it is on the side of 0.
 
-    Whether the other bound is less than 1 away is not asked: it may stand in another schema, by `allOf`.
+    It does not check whether the other bound is less than 1 away, because that may be in another schema, by
+    `allOf`.
     """
     for key, inclusive, inwards in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         for value in _numbers(schema, key):

@@ -1,4 +1,4 @@
-"""LLM: the engine in the caller's own process, for offline use and tests."""
+"""LLM: runs the engine in the caller's own process, for offline use and tests."""
 
 from __future__ import annotations
 
@@ -158,22 +158,23 @@ class LLM:
     def embed(
         self, prompts: str | Sequence[str] | Sequence[list[int]], dimensions: int = 0
     ) -> npt.NDArray[np.float32]:
-        """Embeddings of all prompts, computed together: [prompts, dimensions], as the checkpoint pools them.
+        """Returns the embeddings of all prompts, computed together: [prompts, dimensions], as the checkpoint
+        pools them.
 
         Args:
             prompts: texts or lists of token ids.
-            dimensions: the first so many alone; 0: all of the model's hidden size.
+            dimensions: length of each embedding, cut after that many numbers; 0: the model's full size.
 
         Raises:
-            InvalidArgumentError, UnavailableError, EngineError: as of `generate`.
+            InvalidArgumentError, UnavailableError, EngineError: as `generate`.
         """
         params = SamplingParams(dimensions=dimensions or self.core.info.hidden_size)
         outputs = self.generate(prompts, params)
         return np.stack([np.frombuffer(output.embedding, np.float32) for output in outputs])
 
     def chat(self, messages: list[dict[str, Any]] | dict[str, Any], **sampling: Any) -> RequestOutput:
-        """One answer to a conversation, through the checkpoint's chat template; reasoning and calls of tools
-        are apart from its text.
+        """Returns one answer to a conversation, through the checkpoint's chat template. Reasoning and tool
+        calls are separate from its text.
 
         Args:
             messages: a list, or an object with `tools` and more, as in `quire_ensemble.messages`.
@@ -186,8 +187,8 @@ class LLM:
 
     @contextlib.contextmanager
     def profile(self, path: str | Path) -> Iterator[None]:
-        """A context whose first MAX_PROFILE_STEPS steps are written to `path` as a Chrome trace, with a
-        `roofline` of each kind of step in its `otherData`."""
+        """Returns a context whose first MAX_PROFILE_STEPS steps are written to `path` as a Chrome trace, with
+        a `roofline` of each kind of step in its `otherData`."""
         recorded = self.core.observer.begin_profile(Profile(MAX_PROFILE_STEPS, MAX_PROFILE_S))
         try:
             yield
@@ -201,7 +202,7 @@ class LLM:
         return Vocabulary(directory, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens added as the tokenizer is configured to."""
+        """Returns the token ids of a text, with special tokens added as the tokenizer is configured."""
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")
         return list(self.tokenizer.encode(text))

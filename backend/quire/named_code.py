@@ -1,6 +1,6 @@
-"""Classes that an operator's configuration names, "file.py:Class" or "package.module:Class".
+"""Loads classes that an operator's configuration names, as "file.py:Class" or "package.module:Class".
 
-What is not named is not imported.
+Nothing else is imported.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from quire.errors import ConfigError, describe
 
 
 def resolved(key: str, where: str, directory: Path) -> str:
-    """A name with its file by the whole path, and a digest of what that holds: engines are shared by models
-    with equal configurations.
+    """Returns a class name with the file's absolute path and a digest of its content, so that models share an
+    engine only if their code is equal.
 
     Args:
-        key: of the configuration, for complaints.
-        directory: in which files must lie, and where their relative paths begin.
+        key: the configuration key, for error messages.
+        directory: directory that must contain the file; relative paths start there.
 
     Raises:
-        ConfigError: the file is not there, or not below `directory`.
+        ConfigError: the file does not exist, or is not below `directory`.
     """
     file, colon, class_name = where.rpartition(":")
     if not (colon and file.endswith(".py")):
@@ -41,10 +41,10 @@ def resolved(key: str, where: str, directory: Path) -> str:
 
 
 def load_class(key: str, where: str) -> Any:
-    """The class of a name, for which its file or module is imported.
+    """Imports the file or module of a class name and returns the class.
 
     Raises:
-        ConfigError: it cannot be had; names it and says why.
+        ConfigError: the class cannot be loaded; names it and says why.
     """
     place, _, class_name = where.partition("#")[0].rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""Roofline: the least that a step must read and compute, and how near to the machine's limits it came."""
+"""Roofline: the least bytes and operations of a step, and how close the step came to the device's limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = tuple[int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that have to be read from memory, and floating point operations."""
+    """Bytes to read from memory, and floating point operations."""
 
     num_bytes: float = 0.0
     flops: float = 0.0
@@ -22,16 +22,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Bytes that a model reads and operations that it computes. Weights count once per step, with the bytes
-    that they take in memory. Activations, looked up rows of the embedding table and everything that is
-    written count nothing."""
+    """Bytes that a model reads and operations that it computes. Weights count once per step, with their bytes
+    in memory. Activations, rows of the embedding table and everything that is written do not count."""
 
     layer_bytes: int
-    """Bytes of the weights of all layers; of a layer's experts only as many count as one token chooses."""
+    """Bytes of the weights of all layers; of a layer's experts, only as many count as one token uses."""
     layer_flops: int
-    """Operations of all layers' matrix products for one token, attention apart."""
+    """Operations of all layers' matrix products for one token, without attention."""
     head_bytes: int
-    """Bytes of the output head, which only steps that sample read."""
+    """Bytes of the output head, which is read only by steps that sample."""
     head_flops: int
     """Operations of the output head for one row of logits."""
     kv_token_bytes: int
@@ -39,10 +38,10 @@ class ModelWork:
     pair_flops: int
     """Operations of attention between one query token and one key token in one layer."""
     windows: tuple[int | None, ...]
-    """How many positions a token sees in each layer, itself included; None: all."""
+    """Number of positions that a token sees in each layer, including itself; None: all."""
 
     def of_step(self, rows: Iterable[Row]) -> Work:
-        """The least that a step with these rows takes."""
+        """Returns the least work of a step with these rows."""
         tokens = keys = pairs = draws = 0
         by_window = {window: self.windows.count(window) for window in dict.fromkeys(self.windows)}
         for computed, count, samples in rows:
@@ -59,7 +58,8 @@ class ModelWork:
 
 
 def _num_pairs(computed: int, count: int, window: int | None) -> int:
-    """Pairs of one of `count` tokens behind `computed` ones with each token that it sees."""
+    """Returns the number of (query, key) pairs of `count` tokens after `computed` ones, each with the tokens
+    that it sees."""
     growing = count if window is None else max(0, min(count, window - computed))
     pairs = growing * computed + growing * (growing + 1) // 2
     return pairs if window is None else pairs + (count - growing) * window
@@ -67,21 +67,22 @@ def _num_pairs(computed: int, count: int, window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """The most that was measured on a device."""
+    """Highest rates that were measured on a device."""
 
     bytes_s: float
-    """Read from memory."""
+    """Bytes per second read from memory."""
     flops_s: float
     """Operations per second, in large matrix products."""
     method: str
-    """How they were measured."""
+    """How the rates were measured."""
 
     def compare(self, work: Work, seconds: float) -> dict[str, float | str]:
-        """Shares of the limits that `work`, done in `seconds`, has used.
+        """Compares `work`, done in `seconds`, with the limits.
 
         Returns:
-            `mbu` and `mfu` (shares of the limits of memory and of products), `bound`: "memory" or "compute",
-            whichever needs longer at its limit, and `of_limit`: how much of the time that one needs.
+            `mbu` and `mfu`: fractions of the memory and compute limits that were reached. `bound`: "memory"
+            or "compute", whichever takes longer at its limit. `of_limit`: that time as a fraction of
+            `seconds`.
         """
         mbu, mfu = work.num_bytes / self.bytes_s / seconds, work.flops / self.flops_s / seconds
         bound = "memory" if mbu >= mfu else "compute"

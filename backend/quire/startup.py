@@ -1,4 +1,4 @@
-"""StartTimeline: what a start took, phase by phase."""
+"""StartTimeline: records the duration of a start, phase by phase."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from quire.engine.processes import start_time_of
 
 
 class StartTimeline:
-    """Phases of a start, each of which begins where the one before it ends.
+    """Phases of a start; each begins where the previous one ends.
 
     Args:
-        age_s: seconds of the first phase that are over already.
+        age_s: seconds of the first phase that have already passed.
     """
 
     def __init__(self, age_s: float = 0.0) -> None:
         self.phases: dict[str, float] = {}
-        """Seconds by name, in order."""
+        """Seconds of each phase by name, in order."""
         self._phase_began = time.monotonic() - age_s
 
     @classmethod
     def of_process(cls) -> StartTimeline:
-        """A timeline that began with this process: its first phase holds the imports up to now."""
+        """Returns a timeline that began with this process; its first phase covers the imports so far."""
         ticks = start_time_of(os.getpid()) or 0
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         return cls(max(now - ticks / os.sysconf("SC_CLK_TCK"), 0.0) if ticks else 0.0)
 
     def end(self, phase: str) -> None:
-        """Ends the present phase under this name."""
+        """Ends the present phase and gives it this name."""
         now = time.monotonic()
         self.phases[phase] = now - self._phase_began
         self._phase_began = now
 
     def split(self, phase: str, parts: dict[str, float]) -> None:
-        """Tells parts of a phase that has ended from the rest of it, which comes first."""
+        """Splits named parts off a phase that has ended; the rest of the phase comes first."""
         rest = self.phases.pop(phase) - sum(parts.values())
         self.phases |= {phase: max(rest, 0.0), **parts}
 
@@ -45,5 +45,5 @@ class StartTimeline:
 
 
 def shown_phases(phases: dict[str, float]) -> str:
-    """Phases as a log line has them: "imports 1.62 s, weights 0.31 s"."""
+    """Returns the phases as text for a log line: "imports 1.62 s, weights 0.31 s"."""
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())

@@ -18,8 +18,8 @@ class CostModel:
                + kv_token_s * tokens of KV cache that are read + pair_s * pairs of attention in prompts
 
     A row of one token counts as decode and reads the cache of all its tokens. A chunk of a prompt reads the
-    tokens before it once; each of its tokens forms a pair with every token of the sequence up to and including
-    itself.
+    tokens before it once; each of its tokens forms a pair with every token of the sequence up to and
+    including itself.
     """
 
     base_s: float = 0.0

@@ -212,7 +212,7 @@ class TokenHistory:
     def __init__(self, prompt: Sequence[int], *, counts: bool, ngram_size: int) -> None:
         """Args:
         counts: whether `distinct` will be called.
-        ngram_size: n for `ngram_bans`; 0: it will not be called.
+        ngram_size: n for `ngram_bans`; 0: there are no n-gram bans.
         """
         self.num_seen = len(prompt)
         self._prompt = _Prompt.get_or_create(prompt) if counts or ngram_size else None
