@@ -243,7 +243,7 @@ class DecoderModel(nn.Module, Model):
             kv_cache_dtype: see `CacheConfig`.
 
         Raises:
-            ConfigError: the model's cache cannot have this type.
+            ConfigError: this model does not support `kv_cache_dtype`.
         """
         config = self.config
         if config.latent is not None:

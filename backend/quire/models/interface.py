@@ -81,7 +81,7 @@ class Model(Protocol):
             kv_cache_dtype: see `CacheConfig`.
 
         Raises:
-            ConfigError: the model's cache cannot have this type.
+            ConfigError: this model does not support `kv_cache_dtype`.
         """
         ...
 
