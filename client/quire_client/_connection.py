@@ -26,7 +26,7 @@ CANCEL_TIMEOUT = 2.0
 DRAIN_TIMEOUT = 0.5
 """Seconds a cancelled stream has for its own end before the call is torn down."""
 LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
-"""Seconds before each further cancel request, where the first came before the request itself did."""
+"""Seconds before each repeated cancel request, if the first one arrived before the request itself."""
 CONTROL_TIMEOUT = 30.0
 """Seconds for calls about models when the caller gave no timeout."""
 
@@ -61,7 +61,8 @@ class Settings:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Options of the channel. gRPC would go by a proxy to a server of this machine, too."""
+        """Options of the gRPC channel. For a server of this machine they switch off the environment's proxy,
+        which gRPC would use there, too."""
         is_near = _NEAR.match(self.url) is not None
         return [
             *CHANNEL_OPTIONS,
@@ -70,18 +71,22 @@ class Settings:
         ]
 
     def metadata(self, *, error_codes: bool = False) -> Metadata:
-        """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code,
-        and may end the server (see `AsyncClient`); without it only a text comes."""
+        """gRPC metadata of a call.
+
+        Args:
+            error_codes: adds `triton_grpc_error`: an error then ends the stream with its status code, and may
+                crash the server (see `AsyncClient`). Without it an error comes only as a text in the stream.
+        """
         own = (("triton_grpc_error", "true"),) if error_codes else ()
         return (*((k.lower(), v) for k, v in self.headers.items()), *own)
 
 
 CALLER_TRACE: ContextVar[Metadata] = ContextVar("quire_caller_trace", default=())
-"""W3C trace context of what this process does a request for, where OpenTelemetry does not know it."""
+"""W3C trace context of the caller on whose behalf a request is sent. Used if OpenTelemetry has none."""
 
 
 def trace_metadata() -> Metadata:
-    """The caller's trace context as gRPC metadata: of OpenTelemetry, where the process uses that."""
+    """The caller's trace context as gRPC metadata: OpenTelemetry's if there is one, else `CALLER_TRACE`."""
     if "opentelemetry.trace" in sys.modules:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -107,10 +112,10 @@ class Deadline:
         self._end = None if timeout is None else time.monotonic() + timeout
 
     def remaining(self) -> float | None:
-        """Seconds left, None: no deadline.
+        """Seconds until the deadline; None if there is no deadline.
 
         Raises:
-            DeadlineExceeded: none are left.
+            DeadlineExceeded: the deadline has passed.
         """
         if self._end is None:
             return None
@@ -120,10 +125,11 @@ class Deadline:
         return left
 
     def explained(self, error: QuireClientError) -> QuireClientError:
-        """The error as DeadlineExceeded, if this deadline was its cause; else the error itself.
+        """Returns a DeadlineExceeded that names the timeout if this deadline caused the error, else the
+        error.
 
-        gRPC's own text is only "Deadline Exceeded". A call that gRPC had only begun to send ends with
-        INTERNAL, or as if it had been cancelled here.
+        gRPC's own text is only "Deadline Exceeded". If the deadline passes while gRPC is sending the request,
+        gRPC reports INTERNAL or CANCELLED instead.
         """
         if self._end is None:
             return error

@@ -25,11 +25,13 @@ from quire_client._connection import Settings
 
 T = TypeVar("T")
 SIGNAL_S = 0.2
-"""Seconds after which a signal is noticed that came just when the main thread began to wait."""
+"""Longest wait of the main thread, in seconds. A signal that arrives just as a wait begins is handled after
+it."""
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over `BlockingIO`, run in this thread, whether or not a loop runs in it."""
+    """Runs a coroutine over `BlockingIO` in this thread and returns its result; an event loop may run
+    here."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -39,10 +41,10 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _safely(work: Callable[[], T]) -> T:
-    """The result of work within gRPC, which for the main thread another one does.
+    """Runs a gRPC operation and returns its result. For the main thread, a helper thread runs it.
 
-    What the handler of a signal raises (Ctrl-C) strikes the main thread anywhere. Within gRPC it may leave a
-    lock taken, so that all calls of the channel hang, or one that was given back, which is a RuntimeError.
+    A signal handler (Ctrl-C) may raise an exception anywhere in the main thread. Inside gRPC that could leave
+    a lock held, so that all calls of the channel hang, or release a lock twice, which raises RuntimeError.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -56,7 +58,7 @@ def _safely(work: Callable[[], T]) -> T:
             outcome.put((None, error))
 
     try:
-        _thread.start_new_thread(run, ())  # threading's start waits with locks that might stay taken
+        _thread.start_new_thread(run, ())  # Thread.start might leave a lock held
     except RuntimeError:  # the interpreter is shutting down
         return work()
     while True:
@@ -69,16 +71,16 @@ def _safely(work: Callable[[], T]) -> T:
 
 
 class _Call:
-    """One call with a stream of responses; read by one thread or task at a time."""
+    """One gRPC call with a stream of responses; only one thread or task may read it at a time."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     async def receive(self) -> Any:
-        """The next response, None at the end.
+        """Returns the next response, or None when the call has ended normally.
 
         Raises:
-            grpc.RpcError: any other end, `CANCELLED` too.
+            grpc.RpcError: the call ended in any other way, also by `CANCELLED`.
         """
         raise NotImplementedError
 
@@ -94,20 +96,25 @@ class _Call:
 
 
 class AsyncioCall(_Call):
-    """A call that a task of its own reads, two responses ahead: grpc cancels a call together with the task
-    that waits for it, and then the request could not be ended by its id first."""
+    """A call that is read by a task of its own, up to two responses ahead.
+
+    When a task is cancelled while it waits for a gRPC call, grpc cancels the call too. Reading in another
+    task leaves time to end the request by its id first.
+    """
 
     def __init__(self, call: Any) -> None:
         super().__init__(call)
         self._loop = asyncio.get_running_loop()
         self._response: Any = None
-        """The response that was read and not yet received; None: there is none."""
+        """The response that was read from gRPC but not yet returned by `receive`; None if there is none."""
         self._waiting: asyncio.Future[None] = self._loop.create_future()
-        """The wait of the reader for a place, or of a receiver for a response; never are there both."""
+        """Wakes the reader, which waits until `_response` is free, or the receiver, which waits for a
+        response.
+        Never do both wait."""
         self._reader = self._loop.create_task(self._read())
 
     async def _read(self) -> grpc.RpcError | None:
-        """Reads to the end; returns the error that the call ended with."""
+        """Reads the call to its end; returns the error that it ended with, or None."""
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 if response is None:  # grpc has logged why
@@ -117,7 +124,7 @@ class AsyncioCall(_Call):
                     await self._wait()
                 self._response = response
                 self._wake()
-                await asyncio.sleep(0)  # who waits for it goes first: to begin the next read takes time
+                await asyncio.sleep(0)  # the receiver goes first: starting the next read takes time
         except grpc.RpcError as error:
             return error
         except asyncio.CancelledError:
@@ -153,11 +160,12 @@ class AsyncioCall(_Call):
 
     def cancel(self) -> None:
         super().cancel()
-        self._response = None  # nobody wants it, and the reader may wait for its place
+        self._response = None  # nobody will receive it, and the reader may be waiting for it to be taken
         self._wake()
 
     async def exhaust(self, seconds: float) -> bool:
-        """Reads the call to its end, however it ends; False: that took longer, and the call is cancelled."""
+        """Reads the call to its end; returns False, and cancels the call, if that takes more than
+        `seconds`."""
         try:
             await asyncio.wait_for(self._receive_all(), seconds)
         except (TimeoutError, asyncio.TimeoutError):
@@ -167,20 +175,22 @@ class AsyncioCall(_Call):
 
 
 class BlockingCall(_Call):
-    """A call whose responses are waited for; of one of the main thread another one reads them (`_safely`).
+    """A call whose `receive` blocks. For the main thread, a helper thread reads the responses (see
+    `_safely`).
 
     Args:
-        reads_ahead: whether that thread is to be, which is begun here.
+        reads_ahead: True: start a helper thread, which reads all responses into a queue.
     """
 
     def __init__(self, call: Any, *, reads_ahead: bool) -> None:
         super().__init__(call)
         self._end: list[Exception | None] = []
-        """How the call ended, once it has and all responses are in the queue."""
+        """Empty until the helper thread has put all responses into the queue; then the call's error, or
+        None."""
         responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._responses = responses if reads_ahead else None
         if reads_ahead:
-            # Not with this object, which cancels the call when it is dropped.
+            # The thread holds no reference to this object, which cancels the call when it is dropped.
             _thread.start_new_thread(_read, (call, responses, self._end))
 
     def __del__(self) -> None:
@@ -254,7 +264,7 @@ class AsyncioIO(_Channel):
 
     @property
     def is_alive(self) -> bool:
-        """False where nothing can be sent any more: the event loop, or the interpreter, is ending."""
+        """Whether requests can be sent: False once the event loop, or the interpreter, is shutting down."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -262,26 +272,26 @@ class AsyncioIO(_Channel):
         return True
 
     async def ask(self, method: str, request: Any, **options: Any) -> Any:
-        """The response of a method that has one; grpc.RpcError: none came."""
+        """Calls a method that has one response, and returns it; raises grpc.RpcError if the call fails."""
         return await getattr(self._stub, method)(request, **options)
 
     def stream(self, request: Any, **options: Any) -> AsyncioCall:
-        """A call that carries one request and brings its responses."""
+        """Starts a streaming call that sends one request, and returns the call."""
         return AsyncioCall(self._stream(request, options))
 
     def lock(self) -> Any:
-        """A lock between threads or tasks; has `release()`."""
+        """Returns a new lock for threads or tasks; it has `release()`."""
         return asyncio.Lock()
 
     async def acquire(self, lock: Any, seconds: float | None = None) -> bool:
-        """Takes the lock; False: somebody else held it all that time."""
+        """Acquires the lock; returns False if somebody else held it for the whole timeout."""
         try:
             return await asyncio.wait_for(lock.acquire(), seconds)
         except (TimeoutError, asyncio.TimeoutError):
             return False
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """The result of work that takes long; in a thread, where it would hold up the other streams."""
+        """Runs slow work and returns its result; in a thread if it would delay other streams."""
         return await asyncio.to_thread(work)
 
     async def sleep(self, seconds: float) -> None:
@@ -292,14 +302,14 @@ class AsyncioIO(_Channel):
         await asyncio.shield(self.spawn(work))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Runs the work beside the caller; `close` waits for it."""
+        """Runs the work concurrently with the caller; `close` waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     async def close(self) -> None:
-        """Waits for what was spawned, then closes the channel."""
+        """Waits for all spawned work, then closes the channel."""
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
         await self._channel.close()

@@ -19,9 +19,9 @@ MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Scrape:
-    """All samples of a scrape: labels and value, by name; `at` in CLOCK_MONOTONIC seconds.
+    """All samples of a scrape: labels and value, by metric name; `at` is the time in CLOCK_MONOTONIC seconds.
 
-    Anything may answer at an address: what is no number, or not finite, is no sample."""
+    Any program may answer at the address, so lines without a finite number are ignored."""
 
     samples: Mapping[str, list[tuple[dict[str, str], float]]]
     at: float
@@ -41,10 +41,10 @@ class Scrape:
 
     @classmethod
     def fetch(cls, url: str, timeout_s: float = 10.0) -> Scrape:
-        """Fetches one; OSError where there is no answer.
+        """Fetches a scrape; raises OSError if there is no answer.
 
         Args:
-            url: of the metrics, or HOST:PORT.
+            url: the URL of the metrics, or HOST:PORT.
         """
         if "://" not in url:
             url = f"http://{url}/metrics"
@@ -52,7 +52,7 @@ class Scrape:
             return cls.parse(answer.read(MAX_BYTES).decode("utf-8", "replace"))
 
     def of_name(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """The samples of a name that have these labels."""
+        """Samples of the metric `name` whose labels include the given ones."""
         found = self.samples.get(name, [])
         return [(given, value) for given, value in found if given.items() >= labels.items()]
 
@@ -72,19 +72,20 @@ class Interval:
     before: Scrape | None = None
 
     def grown(self, name: str, **labels: str) -> float:
-        """The growth of a counter between the scrapes; a counter that was set back counts from zero."""
+        """Growth of a counter between the two scrapes. A counter that was reset counts from zero."""
         now = self.now.total(name, **labels)
         before = 0.0 if self.before is None else self.before.total(name, **labels)
         return now - before if before <= now else now
 
     def rate(self, name: str, **labels: str) -> float:
-        """Per second; 0 without an earlier scrape."""
+        """Growth of a counter per second; 0 without an earlier scrape."""
         if self.before is None or self.now.at <= self.before.at:
             return 0.0
         return self.grown(name, **labels) / (self.now.at - self.before.at)
 
     def quantile(self, share: float, name: str, **labels: str) -> float:
-        """Quantile `share` of a histogram, as Prometheus' histogram_quantile; NaN: nothing was measured."""
+        """Quantile `share` of a histogram, as Prometheus' histogram_quantile computes it; NaN if nothing was
+        measured."""
         stated = self.now.values_of(f"{name}_bucket", "le")
         bounds = sorted((bound for bound in stated if not math.isnan(_number(bound))), key=float)
         counts = [self.grown(f"{name}_bucket", le=bound, **labels) for bound in bounds]
@@ -101,7 +102,7 @@ class Interval:
 
 
 def _number(text: str) -> float:
-    """NaN for what is none."""
+    """Parses a number; returns NaN if the text is none."""
     try:
         return float(text)
     except ValueError:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 def without_controls(text: str) -> str:
-    """A model must not move the cursor or retitle the window of the terminal it is read in."""
+    """Removes control characters, so that a model cannot move the cursor or change the terminal's title."""
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
@@ -40,7 +40,10 @@ class AnswerWriter:
 
 
 class Waiting:
-    """Context that shows on stderr, where that is a terminal, how long nothing has come; `over` ends it."""
+    """Context manager that shows on stderr, if that is a terminal, for how many seconds nothing has come.
+
+    `over` ends the display.
+    """
 
     AFTER = 1.0
     """Seconds before which nothing is shown."""
@@ -62,7 +65,7 @@ class Waiting:
         self.over()
 
     def over(self) -> None:
-        """Takes the line away; returns when it is gone."""
+        """Removes the line from the terminal; returns when it is removed."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

@@ -11,11 +11,11 @@ _BAR = 20
 
 
 def frame(now: Scrape, before: Scrape | None, address: str) -> str:
-    """Engines with what runs, waits and is cached, and models with their tokens and latencies.
+    """Returns a frame as text: running, waiting and cached per engine, tokens and latencies per model.
 
     Args:
-        before: an earlier scrape: rates and latencies are of the time since then; None: latencies since the
-            server's start, and no rates.
+        before: an earlier scrape: rates and latencies cover the time since it. None: latencies cover the time
+            since the server's start, and there are no rates.
     """
     seen = Interval(now, before)
     models = now.values_of("quire_requests_total", "model")

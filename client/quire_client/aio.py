@@ -1,7 +1,7 @@
 """`AsyncClient`: calls and streams for asyncio; one channel carries thousands of concurrent streams.
 
-What a client does is written here alone: `Client` runs these coroutines over I/O that blocks. So whatever is
-awaited here is a coroutine of this module or of the client's `IO`.
+All logic of the clients is here: `Client` runs these coroutines over blocking I/O. So this module awaits only
+its own coroutines and those of the client's `IO` object.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from quire_client.protocol import (
 from quire_client.types import Chunk, Embeddings, Message, ModelInfo, Result, collect
 
 MAX_SCHEMAS = 1024
-"""Models that a client remembers: a server that keeps its models to itself denies none of the names that a
-gateway's clients make up."""
+"""Most model schemas that a client caches. If a server restricts access to model configurations, any name
+that a gateway's client invents gets an assumed schema, so the cache must be bounded."""
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -159,7 +159,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise
 
     async def _read(self) -> None:
-        """Takes one response off the call; `_reading` is held."""
+        """Reads one response from the call; the caller holds `_reading`."""
         assert self._call is not None and self._schema is not None
         try:
             response = await self._call.receive()
@@ -186,7 +186,8 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise self._failed(failure)
 
     async def _read_to_end(self, seconds: float) -> bool:
-        """Takes the status, so that the call ends cleanly on the server too; True: it came in time."""
+        """Reads the call's status, so that the call ends cleanly on the server too; returns whether it came
+        in time."""
         assert self._call is not None
         ended = await self._call.exhaust(seconds)
         self._over = True
@@ -214,10 +215,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self._final or self._over
 
     async def cancel(self) -> None:
-        """Ends the request on the server; returns when the server knows (bounded by about 3 seconds).
+        """Ends the request on the server; returns when the server has been told, after 3 seconds at most.
 
-        First by request id, which also reaches a generator inside an ensemble and lets the stream end by its
-        own final response; then by cancelling the call. Does nothing when the request is over.
+        It first cancels by request id, which also reaches a generator inside an ensemble and lets the stream
+        end with its own final response. Then it cancels the call. It does nothing if the request is over.
         """
         if self._over:
             return
@@ -237,7 +238,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             await self._cancel_by_id(late=True)
 
     async def _drain(self, seconds: float) -> bool:
-        """Reads the call to its end, once nobody else reads it; True: the end came in time."""
+        """Reads the call to its end, once nobody else reads it; returns whether the end came in time."""
         if not await self._io.acquire(self._reading, seconds):
             return False
         try:
@@ -248,7 +249,8 @@ class AsyncStream(AsyncIterator[Chunk]):
     aclose = cancel
 
     async def result(self) -> Result:
-        """Reads the stream to its end and returns all of it; for a stream that was not iterated yet."""
+        """Reads the stream to its end and returns the whole result; the stream must not have been iterated
+        yet."""
         chunks = [chunk async for chunk in self]
         return collect(self.request_id, self.model, self.started_at, chunks)
 
@@ -280,9 +282,10 @@ class AsyncClient:
         headers: gRPC metadata of every call (authorization, restricted protocols).
         credentials: TLS; None: plain text.
         channel_options: further gRPC channel arguments.
-        error_codes: ask for the exact status code of errors in streams (`triton_grpc_error`); else codes are
-            inferred from the wording. No known version of tritonserver survives it: such an error loses
-            responses that are still to be written, and then the whole server ends by a signal.
+        error_codes: True: ask for the exact status code of errors in streams (`triton_grpc_error`). False:
+            codes
+            are inferred from the error's text. No known version of tritonserver survives True: an error then
+            loses unwritten responses, and sooner or later crashes the whole server.
     """
 
     _io_type: type[AsyncioIO] | type[BlockingIO] = AsyncioIO
@@ -303,7 +306,7 @@ class AsyncClient:
         self._schemas: dict[str, ModelSchema] = {}
 
     async def generate(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> Result:
-        """The whole answer in one response; arguments as of `stream`."""
+        """Returns the whole answer, which the server sends in one response; arguments as for `stream`."""
         return await self._answer(prompt, **arguments).result()
 
     async def chat(
@@ -317,12 +320,12 @@ class AsyncClient:
         response_format: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> Result:
-        """The answer to a conversation (or to one message of the user).
+        """Returns the answer to a conversation (or to one message of the user).
 
         Args:
             tools, tool_choice, parallel_tool_calls, response_format: as in OpenAI's chat completions; calls
                 are in `Result.tool_calls`.
-            arguments: as of `stream`.
+            arguments: as for `stream`.
         """
         asked = conversation(
             messages,
@@ -335,9 +338,9 @@ class AsyncClient:
         return await self.generate(messages=asked, **arguments)
 
     def stream(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> AsyncStream:
-        """A request whose chunks come as they are generated; arguments as of `Client.stream`.
+        """Returns a request whose chunks come as they are generated; arguments as for `Client.stream`.
 
-        Nothing is sent before the stream is started or iterated; all errors are raised there.
+        The request is sent when the stream is started or first iterated; all errors are raised there.
         """
         return AsyncStream(self, prompt, stream=True, **arguments)
 
@@ -350,17 +353,17 @@ class AsyncClient:
         timeout: float | None = None,
         **arguments: Any,
     ) -> Embeddings:
-        """Embeddings of prompts, as the model's checkpoint pools them.
+        """Returns the embeddings of prompts, pooled as the model's checkpoint says.
 
         Args:
             prompts: a text, its token ids, or several of either.
-            dimensions: the first so many alone; None: all.
-            timeout: seconds for all of them.
-            arguments: scheduling parameters, as of `stream`.
+            dimensions: number of leading dimensions to keep; None: all.
+            timeout: seconds for all prompts together.
+            arguments: scheduling parameters, as for `stream`.
 
         Raises:
-            QuireClientError: as of a request; one that is wrong is named `prompts[i]`. The others are
-                cancelled then.
+            QuireClientError: a prompt's request failed; the message names a wrong prompt as `prompts[i]`. The
+                other requests are cancelled then.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         stated = arguments if dimensions is None else {"dimensions": dimensions, **arguments}
@@ -369,7 +372,7 @@ class AsyncClient:
     async def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
     ) -> dict[str, Any]:
-        """The generator's answer to a command to its KV cache.
+        """Sends a `cache_control` command to a generator and returns its answer.
 
         Raises:
             InvalidArgument: unknown command, or the model has no cache.
@@ -382,7 +385,7 @@ class AsyncClient:
     async def requests(
         self, *, tenant: str = "", model: str = GENERATOR_MODEL, timeout: float | None = None
     ) -> dict[str, Any]:
-        """The tenant's requests that run or wait, and what each waits for.
+        """Returns the tenant's requests that run or wait, and what each waits for.
 
         Raises:
             InvalidArgument: the model does not list them.
@@ -397,57 +400,62 @@ class AsyncClient:
         return cache_answer(result.text)
 
     async def cache_reset(self, **arguments: Any) -> dict[str, Any]:
-        """Empties prefix cache and tiers; running requests go on. Arguments as of `cache_control`."""
+        """Empties prefix cache and KV tiers; running requests go on. Arguments as for `cache_control`."""
         return await self.cache_control({"command": "reset"}, **arguments)
 
     async def cache_inspect(self, **arguments: Any) -> dict[str, Any]:
-        """Sizes, hit counters, pins, sessions and tiers. Arguments as of `cache_control`."""
+        """Returns the cache's sizes, hit counters, pins, sessions and tiers. Arguments as for
+        `cache_control`."""
         return await self.cache_control({"command": "inspect"}, **arguments)
 
     async def cache_unpin(
         self, session: str | None = None, *, tenant: str = "", **arguments: Any
     ) -> dict[str, Any]:
-        """Unpins what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
+        """Unpins the blocks that a session has pinned; None: all pins. Arguments as for `cache_control`."""
         whose = {"all": True} if session is None else {"session": session}
         stated = {"tenant": tenant} if tenant and session is not None else {}
         return await self.cache_control({"command": "unpin", **whose, **stated}, **arguments)
 
     async def sleep(self, *, drain: bool = False, **arguments: Any) -> dict[str, Any]:
-        """Has the engine give back the memory of weights and KV cache until `wake`; it refuses requests then.
+        """Frees the memory of the engine's weights and KV cache; the engine refuses requests until `wake`.
 
         Args:
-            drain: waits for the ends of requests; otherwise the command is refused while there are any.
-            arguments: as of `cache_control`.
+            drain: True: wait until all requests have ended. False: the command is refused while there are
+                any.
+            arguments: as for `cache_control`.
         """
         return await self.cache_control({"command": "sleep", "drain": drain}, **arguments)
 
     async def wake(self, **arguments: Any) -> dict[str, Any]:
-        """Wakes an engine, with the same weights. Arguments as of `cache_control`."""
+        """Wakes a sleeping engine, with the same weights. Arguments as for `cache_control`."""
         return await self.cache_control({"command": "wake"}, **arguments)
 
     async def adapters(self, **arguments: Any) -> dict[str, Any]:
-        """The LoRA adapters (`adapters`: of each its name, path, rank, slot and use), `max_loras` and, of the
-        model, `max_model_len`.
+        """Returns an object with `adapters` (name, path, rank, slot and use of each LoRA adapter),
+        `max_loras` and
+        the model's `max_model_len`.
 
-        Arguments as of `cache_control`.
+        Arguments as for `cache_control`.
         """
         return await self.cache_control({"command": "adapters"}, **arguments)
 
     async def load_adapter(self, name: str, path: str, **arguments: Any) -> dict[str, Any]:
-        """Loads a LoRA adapter, or replaces one that nobody uses; requests may name it (`lora_name`) then.
+        """Loads a LoRA adapter, or replaces one that no request uses. Then requests may name it
+        (`lora_name`).
 
         Args:
-            path: its directory at the server, below `lora_root` of the model's configuration.
-            arguments: as of `cache_control`.
+            path: the adapter's directory on the server, below `lora_root` of the model's configuration.
+            arguments: as for `cache_control`.
         """
         return await self.cache_control({"command": "load_adapter", "name": name, "path": path}, **arguments)
 
     async def unload_adapter(self, name: str, *, drain: bool = False, **arguments: Any) -> dict[str, Any]:
-        """Forgets a LoRA adapter.
+        """Unloads a LoRA adapter.
 
         Args:
-            drain: waits for the ends of its requests; otherwise the command is refused while there are any.
-            arguments: as of `cache_control`.
+            drain: True: wait until its requests have ended. False: the command is refused while there are
+                any.
+            arguments: as for `cache_control`.
         """
         return await self.cache_control(
             {"command": "unload_adapter", "name": name, "drain": drain}, **arguments
@@ -493,7 +501,7 @@ class AsyncClient:
             return False
 
     async def close(self) -> None:
-        """Waits for cancellations under way, then closes the channel; running streams end `Cancelled`."""
+        """Waits for pending cancellations, then closes the channel; running streams end with `Cancelled`."""
         await self._io.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -521,7 +529,7 @@ class AsyncClient:
     async def _control_unless_restricted(
         self, method: str, request: Any, deadline: conn.Deadline | None
     ) -> Any | None:
-        """None where the server keeps this call to itself, or lacks it."""
+        """Awaits a call; returns None if the server restricts the call or does not implement it."""
         try:
             return await self._control(method, request, deadline)
         except QuireClientError as error:
@@ -530,7 +538,7 @@ class AsyncClient:
             raise
 
     def _answer(self, prompt: str | bytes | Sequence[str] | None, **arguments: Any) -> AsyncStream:
-        """A request whose answer comes whole, in one response."""
+        """Returns a request whose answer the server sends in one response."""
         return AsyncStream(self, prompt, stream=False, **arguments)
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
@@ -553,8 +561,9 @@ class AsyncClient:
         return assumed_schema(model)
 
     async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
-        """The model that ends a request on a second one with its id and `cancel` true: this one, or the last
-        member of the ensemble that does."""
+        """Returns the model that takes cancel requests (a request's id with `cancel` true): this model, or
+        the
+        last member of the ensemble that has a `cancel` input."""
         if not schema.steps:
             return schema if "cancel" in schema.inputs else None
         for step in reversed(schema.steps):
@@ -567,11 +576,11 @@ class AsyncClient:
     async def _cancel_by_id(
         self, schema: ModelSchema, request_id: str, tenant: str, *, late: bool = False
     ) -> bool:
-        """Sends the cancel request; True when the generator knew the request.
+        """Sends the cancel request; returns whether the generator knew the request.
 
         Args:
-            late: the call itself is cancelled already. A request that an ensemble has not yet passed to its
-                generator is unknown there, so ask again a few times.
+            late: True: the call itself is already cancelled, so repeat the cancel request a few times. An
+                ensemble may not yet have passed the request to its generator, which then does not know it.
         """
         try:
             model = await self._cancel_model(schema)

@@ -1,6 +1,7 @@
 """`quire-client chat|generate|embed|models|requests|adapters|top|cache|profile|openai|api-key|completion`.
 
-The commands are in `commands/`, each in the file of its name; here is what all of them have in common.
+The commands are in `commands/`, each in the file of its name. This module holds the parts that all of them
+share.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """

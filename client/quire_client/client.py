@@ -1,6 +1,6 @@
 """`Client`: blocking calls and streams over one gRPC channel, safe to share between threads.
 
-What they do is written once, in `aio.py`; here its coroutines run over I/O that blocks.
+All their logic is in `aio.py`; this module runs its coroutines over blocking I/O.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ B = TypeVar("B", bound="_Blocking[Any]")
 
 
 class _Calls(AsyncClient):
-    """A client whose coroutines block, each to be run by `run_blocking`."""
+    """An `AsyncClient` over blocking I/O; `run_blocking` runs each of its coroutines."""
 
     _io_type = BlockingIO
 
 
 class _Blocking(Generic[A]):
-    """A `with` block over the blocking form of a client or of a stream."""
+    """Base of `Client` and `Stream`: they work as context managers that close themselves."""
 
     _async: A
 
@@ -40,7 +40,7 @@ class _Blocking(Generic[A]):
 def _blocking(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[_Blocking[A], P], T]:
-    """The blocking form of an asynchronous method: its name, signature and description, and its result."""
+    """Wraps an asynchronous method as a blocking one with the same name, signature, docstring and result."""
 
     @functools.wraps(method)
     def call(self: _Blocking[A], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -50,7 +50,7 @@ def _blocking(
 
 
 def _made_by(make: Callable[P, _Calls]) -> Callable[Concatenate[Client, P], None]:
-    """A constructor with the arguments of the asynchronous client's."""
+    """Returns a constructor that takes the same arguments as the asynchronous client's."""
 
     @functools.wraps(_Calls.__init__)
     def init(self: Client, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -85,7 +85,7 @@ class Stream(_Blocking[AsyncStream], Iterator[Chunk]):
 
     @property
     def done(self) -> bool:
-        """True when nothing more will come from the server."""
+        """Whether the stream has ended: nothing more will come from the server."""
         return self._async.done
 
     cancel = _blocking(AsyncStream.cancel)
@@ -94,7 +94,7 @@ class Stream(_Blocking[AsyncStream], Iterator[Chunk]):
 
 
 class Client(_Blocking[AsyncClient]):
-    """Blocking client of a Quire (or any KServe) server; arguments as of `AsyncClient`."""
+    """Blocking client of a Quire (or any KServe) server; arguments as for `AsyncClient`."""
 
     __init__ = _made_by(_Calls)
 
@@ -102,7 +102,7 @@ class Client(_Blocking[AsyncClient]):
         """Starts a request and returns its chunks as they come.
 
         Args:
-            prompt: text to continue, or several: chunks and choices then say which by `batch_index`.
+            prompt: a text to continue, or several; `batch_index` of chunks and choices then says which.
             messages: chat messages instead: a list, or an object of OpenAI's {"messages": [...], "tools":
                 [...], "tool_choice": ..., "response_format": ...}.
             input_ids: token ids instead.

@@ -1,4 +1,4 @@
-"""Embeddings of any number of prompts: a request for each, of which some are under way at a time."""
+"""Embeddings of any number of prompts: one request per prompt, at most `MAX_OPEN` at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire_client.protocol import ModelSchema
 from quire_client.types import Chunk, Embeddings
 
 MAX_OPEN = 64
-"""Requests under way at a time; a server computes them together."""
+"""Most requests in flight at a time; the server batches them."""
 OUTPUTS = ("embedding", "finish_reason", "num_input_tokens", "num_cached_tokens")
 _PROMPT = re.compile(r"(text_input|input_ids|prompt): ")
 
@@ -100,7 +100,7 @@ async def embed(
 
 
 def _only(chunks: Sequence[Chunk]) -> Chunk:
-    """The chunk with the embedding; raises where the request ended without one."""
+    """Returns the chunk that holds the embedding; raises if the request ended without one."""
     for chunk in chunks:
         if chunk.extras.embedding:
             return chunk

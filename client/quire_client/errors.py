@@ -114,8 +114,11 @@ _TRANSPORT_TEXTS = (
 
 
 def error_from_rpc(error: grpc.RpcError, url: str) -> QuireClientError:
-    """The exception for a failed call to the server at `url`; blocking and asyncio calls both carry `code()`,
-    None of which counts as UNKNOWN, and `details()`."""
+    """Returns the exception for a failed call to the server at `url`.
+
+    The errors of blocking and of asyncio calls both have `code()` and `details()`. A `code()` of None counts
+    as UNKNOWN.
+    """
     code = error.code()
     name = code.name if code is not None else "UNKNOWN"
     text = error.details() or f"the server answered {name} without a message"
@@ -135,7 +138,7 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), code)
     for pattern, code in (
         (_RETRY_AFTER.pattern, "UNAVAILABLE"),
-        # Those that name a field and are no fault of what was asked.
+        # Errors that name a field although the request itself is not wrong.
         (
             r"^structured_output: (the process that|was not checked within)|"
             r"^(lora_name|name): .* is (being unloaded$|in use by \d+ request)",
@@ -166,7 +169,7 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def error_from_text(text: str) -> QuireClientError:
-    """The exception for an error that came as a text in a stream, its code inferred from the wording.
+    """Returns the exception for an error that came as text in a stream; infers its code from the wording.
 
     Exact codes need `triton_grpc_error`, which may end a server (see `error_codes` of the clients).
     """

@@ -12,8 +12,8 @@ Message = dict[str, Any]
 
 
 ToolCall = dict[str, Any]
-"""One call of a tool, as OpenAI has it: {"id": ..., "type": "function", "function": {"name": ...,
-"arguments": "..."}}, with an `index` where it is a delta: the call that it adds to."""
+"""One call of a tool in OpenAI's form: {"id": ..., "type": "function", "function": {"name": ...,
+"arguments": "..."}}. A delta also has an `index`, the number of the call that it extends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Chunk:
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the choice so far."""
     extras: Extras = NO_EXTRAS
-    """One field for all of them, since every response of a stream pays for each."""
+    """The rare fields. They are one field because each field of a chunk costs time in every response."""
 
     @property
     def reasoning(self) -> str:
@@ -78,7 +78,7 @@ class Chunk:
 
     @property
     def server_timing(self) -> Mapping[str, Any] | None:
-        """Milliseconds in the server (`queue`, `prefill` ...), on the last chunk, where asked for."""
+        """Milliseconds in the server (`queue`, `prefill` ...); on the last chunk, if asked for."""
         return self.extras.server_timing
 
     @property
@@ -141,7 +141,7 @@ class Choice:
     """Milliseconds in the server, where asked for."""
     num_reasoning_tokens: int | None = None
     batch_index: int = 0
-    """Number of the prompt, where the request has several; each has choices from `index` 0 on."""
+    """Number of the prompt, if the request has several. The choices of each prompt begin at `index` 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,8 @@ class Result:
     num_cached_tokens: int | None = None
     """Input tokens that the server's KV cache had."""
     prompt_logprobs: tuple[Any, ...] = ()
-    """`prompt_logprobs` of each prompt, where asked for; None for one that ended before its first token."""
+    """`prompt_logprobs` of each prompt, if asked for; None for a prompt whose request ended before its first
+    token."""
 
     @property
     def reasoning(self) -> str:
@@ -202,7 +203,7 @@ class Embeddings:
     """Embeddings of several prompts."""
 
     vectors: tuple[tuple[float, ...], ...]
-    """One for each, in their order."""
+    """One embedding per prompt, in the order of the prompts."""
     num_input_tokens: int
     """Input tokens of all prompts together."""
     num_cached_tokens: int
@@ -223,15 +224,15 @@ class ModelInfo:
     kind: str = ""
     """`ensemble`, the backend's name (`quire`, `python` ...), or empty when the server does not tell."""
     decoupled: bool | None = None
-    """True: may stream; None: unknown."""
+    """Whether the model may stream; None if unknown."""
 
 
 def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chunk]) -> Result:
-    """The result that a request's chunks add up to; without any it is one empty choice.
+    """Merges a request's chunks into its result; without chunks the result has one empty choice.
 
     Args:
-        started_at: `time.perf_counter()` at sending. The answer's time ends with the last chunk, not with the
-            transport's own end after it.
+        started_at: `time.perf_counter()` when the request was sent. The total time ends with the last chunk,
+            not when the transport ends after it.
     """
     end = chunks[-1].received_at if chunks else time.perf_counter()
     first = next((c.received_at for c in chunks if c.text or c.num_tokens), None)
@@ -257,13 +258,14 @@ def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chu
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
-    """The sum of the counts that are known; None where none is."""
+    """Sum of the counts that are not None; None if all are None."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
 def _choice(batch_index: int, index: int, chunks: Sequence[Chunk]) -> Choice:
-    """The choice that its chunks add up to. Of what is told at its end the last word counts."""
+    """Merges the chunks of a choice. For values such as the finish reason, the last one that is not None
+    counts."""
 
     def last(name: str) -> Any:
         told = (getattr(chunk, name) for chunk in reversed(chunks))
@@ -286,7 +288,7 @@ def _choice(batch_index: int, index: int, chunks: Sequence[Chunk]) -> Choice:
 
 
 def merge_tool_calls(deltas: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-    """The calls that deltas add up to, in their order."""
+    """Merges deltas of tool calls into whole calls, ordered by `index`."""
     calls: dict[int, ToolCall] = {}
     for delta in deltas:
         call = calls.setdefault(

@@ -40,7 +40,7 @@ def list_adapters(url: str, model: str, as_json: bool) -> None:
 @click.argument("path")
 @_adapter_options
 def load_adapter(name: str, path: str, url: str, model: str, as_json: bool) -> None:
-    """Loads the adapter at PATH of the server, below its lora_root, for requests that name NAME."""
+    """Loads the adapter in the server's directory PATH, below its lora_root, as NAME for requests."""
     with Client(url) as client:
         answer = client.load_adapter(name, path, model=model)
     _write_adapters(answer, [answer], as_json=as_json)
@@ -51,7 +51,7 @@ def load_adapter(name: str, path: str, url: str, model: str, as_json: bool) -> N
 @click.option("--drain", is_flag=True, help="Wait for the ends of its requests.")
 @_adapter_options
 def unload_adapter(name: str, drain: bool, url: str, model: str, as_json: bool) -> None:
-    """Forgets the adapter NAME."""
+    """Unloads the adapter NAME."""
     with Client(url) as client:
         answer = client.unload_adapter(name, drain=drain, model=model)
     if as_json:

@@ -14,8 +14,9 @@ import click
 @click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Of prompts and answers.")
 @click.option("--admin", is_flag=True, default=None, help="May load and unload LoRA adapters.")
 def api_key(name: str, **options: Any) -> None:
-    """Makes a new key for the gateway: the key on stderr, stored nowhere, and on stdout its entry for the
-    file of --api-keys."""
+    """Makes a new key for the gateway. Prints the key, which is stored nowhere, on stderr, and its entry for
+    the
+    file of --api-keys on stdout."""
     from quire_client.openai.keys import entry_of, new_key
 
     key = new_key()

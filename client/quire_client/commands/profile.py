@@ -23,7 +23,7 @@ def profile(file: Path, url: str, model: str, steps: int, seconds: float) -> Non
     """Records what the engine does in its next steps, and writes it to FILE for Perfetto or chrome://tracing.
 
     Shows how near each kind of step came to the limits of the device. The first profile of an engine
-    measures these, for which its steps wait half a second."""
+    measures these limits; its steps wait half a second for that."""
     with Client(url) as client:
         command = {"command": "profile", "steps": steps, "seconds": seconds}
         answer = client.cache_control(command, model=model)

@@ -17,7 +17,7 @@ from quire_client.errors import QuireClientError
 @click.option("--interval", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print one frame and end; figures are since the server's start.")
 def top(url: str, interval: float, once: bool) -> None:
-    """Shows what a server does, live: of URL's /metrics (HOST:PORT, or a whole URL)."""
+    """Shows live what a server does, from its /metrics. URL is HOST:PORT or a whole URL."""
     before: Scrape | None = None
     while True:
         try:

@@ -1,7 +1,7 @@
-"""LoRA adapters as models of the gateway: which there are, whose they are, loading and unloading.
+"""LoRA adapters as models of the gateway: listing, finding, loading and unloading them.
 
-An adapter belongs to a model whose requests may name it (`lora_name`) and that lists it, which its generator
-does. Clients choose it as they choose a model; a model of that name is meant before an adapter is.
+An adapter belongs to the model that lists it and whose requests may name it (`lora_name`): a generator. A
+client chooses it by its name, like a model. If a model has the same name, the name means the model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from quire_client.openai.errors import RequestError
 from quire_client.protocol import ModelSchema
 
 LISTED_S = 1.0
-"""How long a server's list of adapters is taken as it was."""
+"""Seconds for which a server's list of adapters is cached."""
 LOAD_FIELDS = frozenset({"lora_name", "lora_path", "load_inplace", "model"})
 UNLOAD_FIELDS = frozenset({"lora_name", "drain", "model"})
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """name: what requests call it. root: its directory at the server. parent: the model that has it."""
+    """name: name in requests. root: the adapter's directory on the server. parent: the model that it belongs
+    to."""
 
     name: str
     root: str
@@ -33,13 +34,13 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of the gateway's servers, asked for when a name is no model's."""
+    """The adapters of the gateway's servers. Servers are asked for them when a name is not a model's."""
 
     def __init__(self) -> None:
         self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()
 
     async def list_adapters(self, client: AsyncClient) -> Mapping[str, Adapter]:
-        """The adapters of one server by their names."""
+        """Returns the adapters of one server, by name."""
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if time.monotonic() - when >= LISTED_S:
             found = {}
@@ -48,7 +49,7 @@ class Adapters:
                 try:
                     answer = await client.adapters(model=model)
                 except QuireClientError:
-                    continue  # it may be asleep, or be another's with inputs of these names
+                    continue  # it may be asleep, or be another backend's model with inputs of these names
                 for one in answer.get("adapters", ()):
                     if one["name"] not in models:
                         found.setdefault(one["name"], Adapter(one["name"], one["path"], model))
@@ -56,10 +57,10 @@ class Adapters:
         return found
 
     async def find(self, client: AsyncClient, name: str) -> tuple[ModelSchema, Adapter | None]:
-        """The model that answers for a name, and the adapter if it is one.
+        """Returns the schema of the model that serves a name, and the adapter if the name is an adapter's.
 
         Raises:
-            NotFound: it is neither.
+            NotFound: there is neither a model nor an adapter of this name.
         """
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if name not in found or time.monotonic() - when >= LISTED_S:
@@ -72,11 +73,11 @@ class Adapters:
         return await client._schema(found[name].parent), found[name]
 
     async def load(self, clients: Sequence[AsyncClient], body: Mapping[str, Any]) -> str:
-        """Loads an adapter at every server; the answer as vLLM's.
+        """Loads an adapter on every server; returns the text that vLLM answers with.
 
         Raises:
             RequestError: a wrong body, or there is an adapter of this name and `load_inplace` is not set.
-            QuireClientError: a server refused; those before it have the adapter.
+            QuireClientError: a server refused. The servers asked before it keep the adapter.
         """
         _check(body, LOAD_FIELDS, ("lora_name", "lora_path"))
         name, path = body["lora_name"], body["lora_path"]
@@ -90,7 +91,9 @@ class Adapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, clients: Sequence[AsyncClient], body: Mapping[str, Any]) -> str:
-        """Unloads an adapter at every server; `drain` waits for the ends of its requests. As `load`."""
+        """Unloads an adapter on every server; with `drain` it first waits until the adapter's requests have
+        ended.
+        Returns and raises as `load` does."""
         _check(body, UNLOAD_FIELDS, ("lora_name",))
         name = body["lora_name"]
         for client in clients:
@@ -100,7 +103,7 @@ class Adapters:
 
 
 async def bases(client: AsyncClient) -> list[str]:
-    """The ready models that list adapters and answer requests that name one, streamed too."""
+    """Returns the ready models that list adapters and whose requests, also streamed ones, may name one."""
     found = []
     for info in await client.models():
         if info.ready:
@@ -112,7 +115,7 @@ async def bases(client: AsyncClient) -> list[str]:
 
 
 async def _base(client: AsyncClient, body: Mapping[str, Any]) -> str:
-    """The model that is to load or unload."""
+    """Returns the name of the model that must load or unload: the body's, else the only one with adapters."""
     if body.get("model") is not None:
         return str(body["model"])
     found = await bases(client)

@@ -68,18 +68,18 @@ from quire_client.protocol import ModelSchema
 Parsed = TypeVar("Parsed", TextRequest, EmbeddingRequest)
 PROMPTS = ("messages", "text_input")
 DESCRIBED_S = 5.0
-"""Seconds that a model has to tell its length."""
+"""Timeout, in seconds, for asking a model for its `max_model_len`."""
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
     """url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
-    timeout: seconds for one request, None: no limit.
-    api_keys: file of keys, see `keys`; None: nobody is asked for one.
-    metrics: serve /metrics.
-    access_log: file to which a line of JSON is added for each request; `-`: stderr.
-    cors_origins: origins whose pages may use the gateway in a browser; "*": any.
-    names: what clients call the models."""
+    timeout: seconds for one request; None: no limit.
+    api_keys: file of API keys, see `keys`; None: clients need no key.
+    metrics: whether /metrics is served.
+    access_log: file to which a line of JSON is appended for each request; `-`: stderr; None: no log.
+    cors_origins: origins from which browser pages may call the gateway; "*": any.
+    names: names by which clients call the models."""
 
     url: str = conn.DEFAULT_URL
     timeout: float | None = None
@@ -101,7 +101,7 @@ def create_app(
     """The ASGI application; its lifespan owns the connection to the server.
 
     Args:
-        make_fetcher: for tests, to fetch images from a transport of their own.
+        make_fetcher: makes the fetcher of images; tests pass one with a transport of their own.
 
     Raises:
         ValueError: the file of keys is wrong, or the log cannot be written.
@@ -168,7 +168,7 @@ class _Gateway:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """Ready as long as one server is."""
+        """Answers 200 while at least one server is ready, else 503."""
         servers = await self.balancer.health()
         ready = any(servers.values())
         body = {"status": "ok" if ready else "unavailable", "servers": servers}
@@ -180,7 +180,7 @@ class _Gateway:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """The ready models that take text or messages and answer with text, and their LoRA adapters."""
+        """Lists the ready models that take text or messages and answer with text, and their LoRA adapters."""
         client = self.balancer.pick().client
         ready = [info.name for info in await client.models() if info.ready]
         schemas = {name: await client._schema(name) for name in ready}
@@ -191,7 +191,7 @@ class _Gateway:
         }
         for name, adapter in (await self.adapters.list_adapters(client)).items():
             listed[name] = await client._schema(adapter.parent), adapter
-        # At once, as each waits for its engine.
+        # Concurrently, because each call waits for its engine.
         data = await asyncio.gather(*(self._model(client, name, *one) for name, one in listed.items()))
         return JSONResponse({"object": "list", "data": data})
 
@@ -203,7 +203,7 @@ class _Gateway:
         return JSONResponse(await self._model(client, name, schema, adapter))
 
     async def _find(self, client: AsyncClient, name: str) -> tuple[ModelSchema, Adapter | None]:
-        """The model that a client's name means, and the adapter if it is one; raises as `Adapters.find`."""
+        """Returns what a client's model name means; returns and raises as `Adapters.find` does."""
         return await self.adapters.find(client, self._names.model_of(name))
 
     async def tokenize(self, request: Request) -> Any:
@@ -218,7 +218,7 @@ class _Gateway:
         parse: Callable[[Mapping[str, Any]], TextRequest],
         tell: Callable[[AsyncClient, TextRequest, ModelSchema, Hold], Awaitable[dict[str, Any]]],
     ) -> Any:
-        """The answer to a request that generates nothing."""
+        """Answers a request that generates nothing: its body is read, parsed, and handed to `tell`."""
         exchange = exchange_of(request.scope)
 
         async def work(hold: Hold, parsed: TextRequest) -> Response:
@@ -252,7 +252,7 @@ class _Gateway:
     async def _prompt_ids(
         self, client: AsyncClient, parsed: TextRequest, schema: ModelSchema, hold: Hold
     ) -> list[list[int]]:
-        """Token ids of each prompt of a request; raises as `token_ids`."""
+        """Returns the token ids of each prompt of a request; raises as `token_ids` does."""
         if parsed.input_ids is not None:
             return parsed.input_ids
         timeout = client._settings.timeout
@@ -263,7 +263,8 @@ class _Gateway:
         return await asyncio.gather(*(token_ids(client, schema, text, None, timeout) for text in texts))
 
     async def change_adapters(self, request: Request, *, load: bool) -> Response:
-        """vLLM's routes to load and unload LoRA adapters, for administrators."""
+        """Serves vLLM's routes to load and unload LoRA adapters; with API keys, only for keys with
+        `admin`."""
         check_admin(exchange_of(request.scope).key)
         with self.intake.open() as hold:
             body = parse_json(await read_body(request, hold))
@@ -320,7 +321,8 @@ class _Gateway:
         return Response(body, media_type="application/json")
 
     async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
-        """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
+        """Returns the response. For a stream it waits for the first chunk, so that an error before it gets a
+        status."""
         exchange.streams, num_choices = parsed.stream, parsed.num_prompts * parsed.choices_per_prompt
         is_chat, top = parsed.messages is not None, parsed.top_logprobs
         server = self.balancer.pick(parsed.sampling)
@@ -385,21 +387,23 @@ class _Gateway:
         return request
 
     async def _messages(self, stated: Mapping[str, Any], hold: Hold) -> bytes:
-        """Messages, and what stands beside them, as the server takes them."""
+        """Returns the JSON for the server's input `messages`: messages with images fetched, and fields
+        beside them."""
         fetched = await self.fetcher.with_images(stated["messages"], hold)
         beside = {name: value for name, value in stated.items() if name != "messages"}
-        # A list, where it is all, is what models take that know nothing else.
+        # Without such fields it is a bare list, which models of other backends understand, too.
         return await hold.work(write_json, {"messages": fetched, **beside} if beside else fetched)
 
 
 def _takes(parsed: TextRequest, schema: ModelSchema) -> bool:
-    """Whether a model takes what the prompt comes as."""
+    """Whether the model has an input for this form of prompt: messages, one or several texts, or token
+    ids."""
     tensor = schema.inputs.get(parsed.source)
     return tensor is not None and (tensor.is_list or not isinstance(parsed.prompt, list))
 
 
 def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[str, Any]:
-    """Parameters with the adapter that the model's name has chosen."""
+    """Returns the parameters, with `lora_name` set if the request's model name was an adapter's."""
     if adapter is None:
         return dict(sampling)
     if sampling.get("lora_name") not in (None, "", adapter.name):
@@ -408,13 +412,13 @@ def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[
 
 
 def _is_text_model(schema: ModelSchema) -> bool:
-    """A tokenizer takes text too, but has no text to give."""
+    """Whether a model takes text or messages and answers with text. (A tokenizer model takes text, too.)"""
     answers = schema.outputs is None or "text_output" in schema.outputs
     return answers and any(name in schema.inputs for name in PROMPTS)
 
 
 def _needed(parsed: TextRequest) -> list[tuple[str, str]]:
-    """Fields whose answer the model has to have an output for, and the output."""
+    """Returns (field of the request, output of the model) for each field whose answer needs that output."""
     needed = (
         ("tools", "tool_calls", parsed.has_tools),
         ("logprobs", "logprobs", parsed.top_logprobs is not None),
@@ -428,7 +432,8 @@ def _needed(parsed: TextRequest) -> list[tuple[str, str]]:
 
 
 def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -> list[str] | None:
-    """Outputs to ask for; a stream has no use for token counts, unless somebody asks for them."""
+    """Returns the outputs to ask for; None: all. In streams, token counts are left out unless they are
+    used."""
     if schema.outputs is None:
         return None
     wanted = ["text_output", "finish_reason"]

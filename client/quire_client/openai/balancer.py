@@ -16,19 +16,19 @@ from quire_client.openai.batch import Batch
 Started = TypeVar("Started", bound=AsyncStream | Batch)
 
 PROBE_INTERVAL = 1.0
-"""Seconds between two questions to a server whether it is ready."""
+"""Seconds between two readiness probes of a server."""
 PROBE_TIMEOUT = 2.0
 RECONNECT: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.min_reconnect_backoff_ms", 2000),
 )
-"""How soon a server that was gone is tried again: gRPC by itself waits for up to two minutes. The last bounds
-one attempt where nothing answers."""
+"""gRPC options that reconnect soon to a server that was gone; gRPC's default waits for up to two minutes. The
+last option bounds one connection attempt to which nothing answers."""
 
 
 class Server:
-    """One of the servers, and which requests it has."""
+    """One of the gateway's servers, and the requests that were sent to it."""
 
     def __init__(self, url: str, timeout: float | None) -> None:
         self.url = url
@@ -39,11 +39,11 @@ class Server:
 
     @property
     def num_open(self) -> int:
-        """Requests that it was given and that are not over."""
+        """Number of requests that were given to the server and have not ended."""
         return self._num_starting + sum(not stream.done for stream in self._streams)
 
     async def start(self, starting: Awaitable[Started]) -> Started:
-        """A request of this server, counted from now on."""
+        """Starts a request on this server; it counts in `num_open` from now until it ends."""
         with self.counted():
             stream = await starting
         self._streams.add(stream)
@@ -51,7 +51,7 @@ class Server:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts as a request while it lasts."""
+        """Context manager that counts as one request in `num_open` while it is open."""
         self._num_starting += 1
         try:
             yield
@@ -60,7 +60,8 @@ class Server:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context in which a ConnectError marks the server as not ready, until `ask` finds it ready again."""
+        """Context manager in which a ConnectError marks the server as not ready, until `ask` finds it
+        ready."""
         try:
             yield
         except ConnectError:
@@ -68,26 +69,28 @@ class Server:
             raise
 
     async def ask(self) -> bool:
-        """Whether it is ready, asked now."""
+        """Asks the server now whether it is ready, and returns the answer."""
         self.is_ready = await self.client.server_ready(timeout=PROBE_TIMEOUT)
         return self.is_ready
 
     async def probe(self) -> None:
-        """Asks for ever."""
+        """Calls `ask` every `PROBE_INTERVAL` seconds until it is cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(PROBE_INTERVAL)
 
 
 class Balancer:
-    """Gives each request a server that is ready: the one of its session, else that with the fewest streams.
+    """Chooses a ready server for each request: the server of its session, else the one with the fewest
+    requests.
 
-    A request stays with its server, which alone can cancel it. Nothing is sent twice: what a server had that
-    dies, ends with an error.
+    A request stays with its server, because only this server can cancel it. Nothing is sent twice: if a
+    server
+    dies, its requests end with an error.
 
     Args:
         urls: HOST:PORT of the servers' gRPC endpoints.
-        timeout: seconds for one request, None: no limit.
+        timeout: seconds for one request; None: no limit.
 
     Raises:
         InvalidArgument: a bad address or timeout.
@@ -110,7 +113,9 @@ class Balancer:
             await server.client.close()
 
     def pick(self, sampling: Mapping[str, Any] | None = None) -> Server:
-        """A server for a request with these parameters; any where none is ready: its error tells why."""
+        """Returns the server for a request with these parameters. If none is ready, it returns one anyway,
+        whose
+        error then says why."""
         ready = [server for server in self.servers if server.is_ready] or self.servers
         session = (sampling or {}).get("session")
         if session is None:

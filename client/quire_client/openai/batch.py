@@ -10,18 +10,18 @@ from quire_client.aio import AsyncStream
 from quire_client.types import Chunk, Result, collect
 
 AHEAD = 4
-"""Chunks that a stream may be ahead of who reads them all."""
+"""Chunks that a stream may be ahead of the reader of the batch."""
 
 
 class Batch(AsyncIterator[Chunk]):
     """Running requests of one model as one; a chunk's `batch_index` is the number of its request.
 
-    Each is sent by `start`. One that fails ends all.
+    `start` sends them all. If one fails, all are ended.
     """
 
     def __init__(self, streams: Sequence[AsyncStream]) -> None:
         self.request_id = streams[0].request_id
-        """That of the first."""
+        """Id of the first request."""
         self._streams = streams
         self._chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue(AHEAD * len(streams))
         self._readers: list[asyncio.Task[None]] = []
@@ -71,12 +71,12 @@ class Batch(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def result(self) -> Result:
-        """Reads all to their ends."""
+        """Reads all streams to their ends and returns one result with the choices of all."""
         chunks = [chunk async for chunk in self]
         return collect(self.request_id, self._streams[0].model, self._streams[0].started_at, chunks)
 
     async def aclose(self) -> None:
-        """Ends those that are not over; returns when the server knows."""
+        """Cancels the requests that have not ended; returns when the server has been told."""
         for reader in self._readers:
             reader.cancel()
         if self._readers:

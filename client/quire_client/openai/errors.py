@@ -24,7 +24,7 @@ _STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
     (DeadlineExceeded, 504),
 )
 MAX_MESSAGE = 2000
-"""Characters of an error's text: what it repeats of a request may be of any length."""
+"""Most characters of an error's text, which may repeat arbitrarily long parts of a request."""
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
 
 
@@ -34,12 +34,12 @@ class RequestError(Exception):
 
     message: str
     param: str | None = None
-    """Path of the wrong value."""
+    """Path of the wrong value in the request's body; None if no single value is wrong."""
     status: int = 400
     retry_after: int | None = None
     """Seconds after which another attempt has a chance."""
     code: str | None = None
-    """OpenAI's word for the kind of refusal, where it has one."""
+    """OpenAI's code for this kind of error, if it has one."""
 
 
 def error_object(
@@ -74,7 +74,7 @@ def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any
 
 @contextlib.contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Context in which what the server says of a field names it as the client does.
+    """Context manager that renames fields in the server's errors to the names that the client used.
 
     Args:
         names: the client's names by the server's.
@@ -90,6 +90,6 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def retry_after(error: QuireClientError | RequestError) -> int | None:
-    """Whole seconds for the header Retry-After, where it is known when to try again."""
+    """Returns whole seconds for the header Retry-After; None if it is not known when to try again."""
     seconds = error.retry_after if isinstance(error, Unavailable | RequestError) else None
     return None if seconds is None else max(1, math.ceil(seconds))

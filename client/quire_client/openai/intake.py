@@ -1,8 +1,8 @@
-"""Intake: how much of its clients' data the gateway holds, how long it waits for it, and the JSON in it.
+"""Intake: bounds how much client data the gateway holds and how long it waits for it, and parses the JSON.
 
-Whoever reaches the gateway chooses the length of bodies, their pace and what they hold. All of it is bounded
-here, before memory is taken; and what takes long with a large body is done in a thread, since the tokens of
-all requests pass through one event loop.
+Any client chooses the length, pace and content of its bodies. All three are bounded here, before memory is
+allocated. Work that is slow for a large body runs in a thread, because one event loop carries the tokens of
+all requests.
 """
 
 from __future__ import annotations
@@ -20,46 +20,49 @@ from starlette.requests import Request
 from quire_client.openai.errors import RequestError
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Bytes of one HTTP request with the images that are fetched for it: room for an image of the largest size
-that the server takes, in base64."""
+"""Most bytes of one HTTP request, including the images fetched for it. An image of the server's largest size
+fits in base64."""
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
-"""Bytes of all requests that were not yet passed on to the server, and of the values in their JSON."""
+"""Most bytes held at a time: requests that were not yet passed on to the server, and the values of their
+JSON."""
 BODY_TIMEOUT = 60.0
 """Seconds a body may take to arrive."""
 BODY_GRACE = 5.0
-"""Seconds after which a body that is still coming is ended where others need its room."""
+"""Seconds after which a body that is still arriving may be cut off to make room for others."""
 MAX_VALUES = 2**19
-"""Values in the JSON of one body: a prompt of half a million token ids."""
+"""Most values in the JSON of one body: enough for a prompt of half a million token ids."""
 MAX_DEPTH = 64
-"""Lists and objects within each other."""
+"""Most nested lists and objects in the JSON of a body."""
 RETRY_AFTER = 1
-"""Seconds, said to those for whom there is no room."""
+"""Seconds in Retry-After when there is no room for a request."""
 _VALUE_BYTES = 64
-"""Bytes of memory that a small value of JSON counts as."""
+"""Bytes that each value of JSON counts for, whatever its real size."""
 _INLINE_BYTES = 2**16
-"""Work on so much data takes less time than handing it to a thread."""
+"""Largest request, in bytes, that is processed in the event loop, because a thread would take longer."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Intake:
-    """The account of all that is held.
+    """Accounts for all client data that the gateway holds.
 
-    working: held by who works on much data: text in which one character needs it takes four bytes for each of
-        the others too, while it is parsed or written.
+    working: lock for parsing or writing a large body, so that only one at a time takes the memory for it. If
+        one character of a text needs four bytes, Python stores each of its characters in four.
     """
 
     def __init__(self) -> None:
         self.held = 0
         self.working = asyncio.Lock()
         self.coming: dict[Hold, tuple[float, Callable[[], object]]] = {}
-        """Bodies that have not arrived, the oldest first: when they began (CLOCK_MONOTONIC seconds), and what
-        ends them."""
+        """Bodies that are still arriving, oldest first: start time (CLOCK_MONOTONIC seconds), and a function
+        that
+        cuts the body off."""
 
     def has_room(self, count: int, asking: Hold) -> bool:
-        """Whether `count` bytes more can be held; slow bodies of others are ended for it, so that those who
-        stall do not shut out the rest."""
+        """Returns whether `count` more bytes can be held. To make room, it cuts off slow bodies of other
+        requests, so
+        that stalling clients do not shut out the rest."""
         for hold, (began, end) in list(self.coming.items()):
             if self.held + count <= MAX_HELD_BYTES or time.monotonic() - began < BODY_GRACE:
                 break
@@ -69,12 +72,12 @@ class Intake:
         return self.held + count <= MAX_HELD_BYTES
 
     def open(self) -> Hold:
-        """One request's part of it, to be closed when the request has been passed on."""
+        """Opens a hold for one request; close it when the request has been passed on to the server."""
         return Hold(self)
 
 
 class Hold:
-    """One request's part of the intake: the bytes that it holds. Leaving it as a context gives them back."""
+    """The bytes of the intake that one request holds. As a context manager it releases them on exit."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -82,10 +85,10 @@ class Hold:
         self._received = 0
 
     def receive(self, count: int) -> None:
-        """Takes `count` bytes more that came for the request.
+        """Adds `count` bytes that arrived for the request.
 
         Raises:
-            RequestError: more than one request may bring (413), or than there is room for (503).
+            RequestError: the request is too long (413), or there is no room (503).
         """
         self._received += count
         if self._received > MAX_BODY_BYTES:
@@ -95,26 +98,26 @@ class Hold:
         self._reserve(count)
 
     def take_values(self, count: int) -> None:
-        """Takes the memory of `count` values of JSON.
+        """Adds the memory of `count` values of JSON.
 
         Raises:
-            RequestError: more than a body may have (400), or than there is room for (503).
+            RequestError: a body may not have so many values (400), or there is no room (503).
         """
         if count > MAX_VALUES:
             raise RequestError(f"the body has more than {MAX_VALUES} values")
         self._reserve(count * _VALUE_BYTES)
 
     def take_text(self, num_bytes: int) -> None:
-        """Takes what the texts of a body have in memory beyond the bytes that came.
+        """Adds the memory of a body's texts, as far as it exceeds the bytes received.
 
         Raises:
-            RequestError: more than there is room for (503).
+            RequestError: there is no room (503).
         """
         self._reserve(max(num_bytes - self._received, 0))
 
     @contextlib.contextmanager
     def coming(self, end: Callable[[], object]) -> Iterator[None]:
-        """Context in which the body arrives. `end` is called when its room is given to others."""
+        """Context manager for the time in which the body arrives. `end` is called if the body is cut off."""
         self._intake.coming[self] = time.monotonic(), end
         try:
             yield
@@ -130,7 +133,7 @@ class Hold:
         self._held += count
 
     async def work(self, function: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
-        """The result of a call that takes the longer, the larger the request is; the event loop goes on."""
+        """Runs a function and returns its result; in a thread if the request is large."""
         if self._received <= _INLINE_BYTES:
             return function(*args, **named)
         async with self._intake.working:
@@ -181,12 +184,14 @@ async def read_body(request: Request, hold: Hold) -> bytes:
 
 
 def count_values(body: bytes) -> int:
-    """Upper bound of the number of values in a JSON text; commas and brackets in strings count too."""
+    """Returns an upper bound of the number of values in a JSON text; it counts commas and brackets in
+    strings, too."""
     return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 def text_bytes(value: Any) -> int:
-    """Bytes of memory of the strings in a value of JSON, beyond the _VALUE_BYTES counted for each value."""
+    """Returns the bytes of memory of the strings in a JSON value, beyond the `_VALUE_BYTES` counted for each
+    value."""
     total, nodes = 0, [value]
     while nodes:
         node = nodes.pop()
@@ -200,7 +205,9 @@ def text_bytes(value: Any) -> int:
 
 
 def write_json(value: Any) -> bytes:
-    """JSON text in UTF-8; never in one string, all of which would be as wide as its widest character."""
+    """Returns a value as JSON in UTF-8. It never makes one long `str`, which would store every character as
+    wide as
+    the widest."""
     pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value)
     return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
 
@@ -228,7 +235,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _children(node: Any) -> list[Any]:
-    """Lists and objects directly in one."""
+    """Returns the lists and objects directly inside a list or an object."""
     return [
         child
         for child in (node.values() if isinstance(node, dict) else node)

@@ -1,11 +1,11 @@
-"""API keys: who may use the gateway, on whose account, and how many tokens a minute.
+"""API keys: who may use the gateway, for which tenant, and how many tokens a minute.
 
 The file is JSON, one entry per key by the name that logs show:
 
     {"alice": {"sha256": "9f86d0...", "tenant": "research", "tokens_per_minute": 60000}}
 
-It holds hashes, so that who reads it has no key. Keys are random and long, so that a plain SHA-256 is enough,
-and are found by their hash: how long that takes tells nothing about a key.
+The file holds only hashes, so reading it reveals no key. Keys are random and long, so a plain SHA-256 is
+enough. They are looked up by their hash, so the time of a lookup reveals nothing about a key.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class ApiKey:
     sha256: str
     """Hex digest of the key."""
     tenant: str
-    """On whose account its requests run; by default the key's name."""
+    """Tenant of the key's requests; by default the key's name."""
     tokens_per_minute: int | None = None
-    """Limit of tokens of prompts and answers together; None: any number."""
+    """Limit for tokens of prompts and answers together; None: no limit."""
     admin: bool = False
     """Whether it may load and unload LoRA adapters."""
 
 
 class Budget:
-    """A bucket that holds a minute's tokens. What is used is taken when it is known, so it may be in debt:
-    then requests are refused until the debt is paid."""
+    """Token bucket that holds a minute's tokens. Tokens are charged when their number is known, so the
+    bucket may
+    go into debt. Then requests are refused until the debt is paid."""
 
     def __init__(self, per_minute: int) -> None:
         self._rate = per_minute / 60
@@ -56,7 +57,7 @@ class Budget:
         self._at = time.monotonic()
 
     def set_rate(self, per_minute: int) -> None:
-        """Another size from now on; what is left, or owed, stays."""
+        """Changes the bucket's size; the tokens left, or owed, stay."""
         self._refill()
         self._rate, self._most = per_minute / 60, float(per_minute)
 
@@ -67,7 +68,7 @@ class Budget:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds until there is something; 0: there is."""
+        """Whole seconds until the bucket has a token; 0 if it has one now."""
         self._refill()
         return 0 if self._left > 0 else math.floor(-self._left / self._rate) + 1
 
@@ -77,8 +78,8 @@ class Budget:
 
 
 class KeyRing:
-    """The keys of a file, read again when it changes; a file that is wrong then leaves the keys as they were
-    and is told on stderr.
+    """The keys of a file, which is read again when it changes. If the changed file has an error, the old keys
+    stay valid, and the error is written to stderr.
 
     Raises:
         ValueError: the file cannot be read, or is wrong; the message says where.
@@ -89,13 +90,13 @@ class KeyRing:
         self._seen = _version(path)
         self._keys = read_keys(path)
         self._budgets: dict[str, Budget] = {}
-        """Budgets of keys that have a limit, by name of the key."""
+        """Budget of each key that has a limit, by the key's name."""
 
     def find(self, authorization: str | None) -> ApiKey:
-        """The key that a request shows as `Authorization: Bearer KEY`.
+        """Returns the entry of the key in a request's header `Authorization: Bearer KEY`.
 
         Raises:
-            RequestError: none, or an unknown one (401).
+            RequestError: the request has no key, or an unknown one (401).
         """
         self._reload()
         scheme, _, shown = (authorization or "").partition(" ")
@@ -106,10 +107,10 @@ class KeyRing:
         return key
 
     def admit(self, key: ApiKey) -> None:
-        """Lets a request of the key in.
+        """Checks that a new request may begin with this key.
 
         Raises:
-            RequestError: its tokens are used up for now (429).
+            RequestError: the key's tokens are used up for now (429).
         """
         budget = self._budget(key)
         if budget is not None and (seconds := budget.retry_after):
@@ -117,7 +118,7 @@ class KeyRing:
             raise RequestError(message, status=429, retry_after=seconds, code="rate_limit_exceeded")
 
     def charge(self, key: ApiKey, tokens: int) -> None:
-        """Takes tokens that a request of the key has used."""
+        """Charges the key's budget with tokens that a request has used."""
         budget = self._budget(key)
         if budget is not None:
             budget.spend(tokens)
@@ -147,7 +148,8 @@ class KeyRing:
 
 
 def check_admin(key: ApiKey | None) -> None:
-    """Raises RequestError (403) for a key that may not change what servers serve; without keys all may."""
+    """Raises RequestError (403) if the key lacks `admin`. Without a file of keys everybody may load
+    adapters."""
     if key is not None and not key.admin:
         raise RequestError(f"the key {key.name!r} is not an administrator's", status=403, code="forbidden")
 
@@ -158,7 +160,7 @@ def new_key() -> str:
 
 
 def entry_of(key: str) -> dict[str, Any]:
-    """The entry of a file that lets a key in."""
+    """Returns the entry for a key that goes into the file of keys."""
     return {"sha256": _digest(key)}
 
 

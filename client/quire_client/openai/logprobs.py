@@ -1,8 +1,8 @@
-"""Log-probabilities as OpenAI tells them: by the texts of tokens.
+"""Log-probabilities in OpenAI's form, which names tokens by their texts.
 
 The server's entries are `{"token_id": 5, "token": "a", "logprob": -0.1, "top": {"5": -0.1, "7": -2},
-"tokens": {"5": "a", "7": "b"}}`, with `"bytes": {"9": [195]}` of tokens that are parts of characters; null
-stands for a prompt's first token, before which there is nothing.
+"tokens": {"5": "a", "7": "b"}}`, with `"bytes": {"9": [195]}` for tokens that are parts of characters. The
+entry of a prompt's first token is null, because nothing precedes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LogprobsFormat:
 
     is_chat: bool
     num_top: int
-    """Likely tokens to tell of each position."""
+    """Number of most likely tokens to return for each position."""
 
     def format(
         self,
@@ -30,17 +30,17 @@ class LogprobsFormat:
         start: int,
         echoed: int | None = None,
     ) -> Any:
-        """The object `logprobs` of a choice, or of one chunk of it.
+        """Returns the object `logprobs` of a choice, or of one chunk of it.
 
         Args:
-            answer: the entries of each response.
-            prompt: those of the prompt, where the text begins with it.
-            text: of the choice or the chunk.
-            start: characters of the choice before it.
-            echoed: characters of the text that are the prompt; None: that is not known.
+            answer: the server's entries, a list per response.
+            prompt: the entries of the prompt if the text begins with it; else None.
+            text: the text of the choice or the chunk.
+            start: number of the choice's characters before `text`.
+            echoed: number of characters of `text` that are the prompt; None if not known.
 
         Raises:
-            ProtocolError: entries of another form.
+            ProtocolError: the entries have another form.
         """
         try:
             entries = [entry for part in answer for entry in part]
@@ -57,7 +57,7 @@ class LogprobsFormat:
         return {**_token(_text(entry), entry["logprob"], _bytes(entry)), "top_logprobs": top}
 
     def _columns(self, parts: list[tuple[list[Any], str]], start: int) -> dict[str, Any]:
-        """The object, of entries and the texts that they are of."""
+        """Returns the object for completions, from pairs of entries and the text that they belong to."""
         tokens: list[str] = []
         offsets: list[int] = []
         for entries, text in parts:
@@ -78,8 +78,9 @@ class LogprobsFormat:
         }
 
     def _likely(self, entry: Any) -> dict[str, float]:
-        """The most likely tokens and the entry's own, which may be one more. Of tokens with one text the
-        likeliest is told."""
+        """Returns log-probabilities by token text: the most likely tokens, and the entry's own if it is not
+        among
+        them. If several tokens have the same text, the likeliest counts."""
         told: dict[str, float] = {}
         for text, value, parts in self._top(entry):
             told.setdefault(_spelled(text, parts), value)
@@ -87,18 +88,20 @@ class LogprobsFormat:
         return told
 
     def _top(self, entry: Any) -> list[tuple[str, float, list[int] | None]]:
-        """The most likely tokens, best first: text, log-probability, and bytes of a part of a character."""
+        """Returns the most likely tokens, best first: text, log-probability, and the token's bytes if it is
+        a part of
+        a character (else None)."""
         best = sorted((entry.get("top") or {}).items(), key=lambda item: -item[1])[: self.num_top]
         texts, parts = entry.get("tokens") or {}, entry.get("bytes") or {}
         return [(texts.get(i, f"token_id:{i}"), value, parts.get(i)) for i, value in best]
 
 
 def places(tokens: list[str], text: str) -> list[int]:
-    """Where each token begins in the text that they make.
+    """Returns the position in `text` at which each token begins.
 
-    Read from the end. A token that is not in the text (a special one) stands where the next one begins, and
-    parts of a character where it begins. Tokens behind the text, which a stop string or a stream holds back,
-    follow each other.
+    The text is matched from its end. A token that is not in the text (a special token) gets the position at
+    which the next token begins. Tokens that are parts of a character get the position of that character.
+    Tokens after the end of the text, which a stop string or a stream holds back, get successive positions.
     """
     starts = [0] * len(tokens)
     end, loose = len(text), list[int]()
@@ -125,16 +128,17 @@ def places(tokens: list[str], text: str) -> list[int]:
 
 
 def _num_parts(tokens: list[str], which: list[int]) -> int:
-    """How many are parts of characters."""
+    """Returns how many of the tokens `which` are parts of characters."""
     return sum("\ufffd" in tokens[place] for place in which)
 
 
 def prompt_entries(entries: list[Any] | None, num_top: int) -> list[Any] | None:
-    """A prompt's log-probabilities as vLLM tells them: for each token an object by token id, of the token
-    itself and the most likely ones.
+    """Returns a prompt's log-probabilities in vLLM's form: for each position an object by token id, which
+    holds the
+    prompt's own token and the most likely ones.
 
     Raises:
-        ProtocolError: entries of another form.
+        ProtocolError: the entries have another form.
     """
 
     def to_vllm(entry: Any) -> dict[str, Any]:
@@ -154,13 +158,13 @@ def prompt_entries(entries: list[Any] | None, num_top: int) -> list[Any] | None:
 
 
 def _text(entry: Any) -> str:
-    """A token's text; where the server has none, its id, as vLLM writes it."""
+    """Returns a token's text, or `token_id:ID`, as vLLM writes it, if the server sent no text."""
     text = entry.get("token")
     return f"token_id:{entry['token_id']}" if text is None else str(text)
 
 
 def _bytes(entry: Any) -> list[int] | None:
-    """The bytes of a token that is a part of a character, where the server tells them."""
+    """Returns the bytes of a token that is a part of a character; None if the server sent none."""
     found: list[int] | None = (entry.get("bytes") or {}).get(str(entry["token_id"]))
     return found
 
@@ -170,12 +174,13 @@ def _shown(entry: Any) -> str:
 
 
 def _spelled(text: str, parts: list[int] | None) -> str:
-    """A token as OpenAI's completions write it: bytes where it is a part of a character."""
+    """Returns a token as OpenAI's completions write it: as `bytes:...` if it is a part of a character."""
     return text if parts is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts)
 
 
 def _token(text: str, logprob: float, parts: list[int] | None) -> dict[str, Any]:
-    """A token and its log-probability in the form of OpenAI's chat completions. The text of a part of a
-    character has the replacement character, and its bytes may be unknown (None)."""
+    """Returns a token and its log-probability in the form of OpenAI's chat completions. If the token is a
+    part of a
+    character, its text has the replacement character, and its bytes may be unknown (None)."""
     encoded = parts if "\ufffd" in text else list(text.encode("utf-8", "replace"))
     return {"token": text, "logprob": logprob, "bytes": encoded}

@@ -9,21 +9,21 @@ from quire_client.aio import AsyncClient
 from quire_client.protocol import ModelSchema
 
 UNARY = "_unary"
-"""How the name of a model's twin ends that answers once."""
+"""Suffix in the name of a model's twin that answers with one response."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """aliases: model by the name that stands for it."""
+    """aliases: the model's name, by alias."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, stated: Sequence[str], default: str) -> Names:
-        """Names as the command line states them.
+        """Parses names from the command line.
 
         Args:
-            stated: NAME=MODEL, or NAME alone for the default model.
+            stated: entries NAME=MODEL, or NAME alone for the default model.
 
         Raises:
             ValueError: an empty name, or one that stands for two models.
@@ -37,12 +37,13 @@ class Names:
         return cls(aliases)
 
     def model_of(self, name: str) -> str:
-        """The model that a client means; a model's own name always is good."""
+        """Returns the model for a client's name, which is an alias or the model's own name."""
         return self.aliases.get(name, name)
 
     def listed(self, schemas: Mapping[str, ModelSchema]) -> dict[str, str]:
-        """The names to list, and the model of each: the aliases, and models without one that are neither a
-        part of an ensemble nor the twin of another.
+        """Returns the names to list, with the model of each: all aliases, and the names of models that have
+        no alias
+        and are neither members of an ensemble nor the `_unary` twin of another.
 
         Args:
             schemas: of all ready models.
@@ -57,7 +58,10 @@ class Names:
 async def part_that(
     client: AsyncClient, schema: ModelSchema, is_able: Callable[[ModelSchema], bool]
 ) -> ModelSchema:
-    """The model, or where it cannot do something the last part of the ensemble that can, if there is one."""
+    """Returns the model itself if `is_able` accepts it, else the last member of the ensemble that it accepts.
+
+    If it accepts none, the model itself is returned.
+    """
     if not is_able(schema):
         for step in reversed(schema.steps):
             part = await client._schema(step)
