@@ -283,9 +283,8 @@ class AsyncClient:
         credentials: TLS; None: plain text.
         channel_options: further gRPC channel arguments.
         error_codes: True: ask for the exact status code of errors in streams (`triton_grpc_error`). False:
-            codes
-            are inferred from the error's text. No known version of tritonserver survives True: an error then
-            loses unwritten responses, and sooner or later crashes the whole server.
+            codes are inferred from the error's text. No known version of tritonserver survives True: an
+            error then loses unwritten responses, and sooner or later crashes the whole server.
     """
 
     _io_type: type[AsyncioIO] | type[BlockingIO] = AsyncioIO
@@ -432,8 +431,7 @@ class AsyncClient:
 
     async def adapters(self, **arguments: Any) -> dict[str, Any]:
         """Returns an object with `adapters` (name, path, rank, slot and use of each LoRA adapter),
-        `max_loras` and
-        the model's `max_model_len`.
+        `max_loras` and the model's `max_model_len`.
 
         Arguments as for `cache_control`.
         """
@@ -562,8 +560,7 @@ class AsyncClient:
 
     async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
         """Returns the model that takes cancel requests (a request's id with `cancel` true): this model, or
-        the
-        last member of the ensemble that has a `cancel` input."""
+        the last member of the ensemble that has a `cancel` input."""
         if not schema.steps:
             return schema if "cancel" in schema.inputs else None
         for step in reversed(schema.steps):

@@ -1,4 +1,4 @@
-"""Messages on the wire: model schemas, requests and responses. No I/O.
+"""KServe messages: model schemas, requests and responses. No I/O.
 
 The client asks a model for its configuration once and then sends what that model declares: a sampling
 keyword becomes a typed tensor where the model has an input of that name and the value fits it, and an entry
@@ -32,11 +32,12 @@ VISION_MODEL = "vision_chat"
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
 LARGE_PROMPT = 2**16
-"""Number of characters or token ids beyond which a prompt takes long to build."""
+"""Number of characters or token ids from which building a prompt's request is slow."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 MAX_DIMS = 32
-"""Dims of an output that are looked at; a hostile server's product of more would take long."""
+"""Number of an output's dims that are used. A hostile server might send so many that their product takes
+long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,11 @@ class ModelSchema:
     steps: tuple[str, ...] = ()
     """Members of an ensemble, first to last; empty for any other model."""
     is_batched: bool = False
-    """Whether each tensor has a dimension more than its dims say, the batch."""
+    """Whether each tensor has a batch dimension before its dims."""
 
 
 def schema_from_config(response: Any) -> ModelSchema:
-    """The schema that a `ModelConfigResponse` states."""
+    """Returns the schema from a `ModelConfigResponse`."""
     config = response.config
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     inputs = {i.name: TensorInfo(_datatype(i.data_type), tuple(i.dims)) for i in config.input}
@@ -144,7 +145,8 @@ def schema_from_config(response: Any) -> ModelSchema:
 
 
 def schema_from_metadata(metadata: Any) -> ModelSchema:
-    """The schema that a `ModelMetadataResponse` states: tensors, but no members of an ensemble, no policy."""
+    """Returns the schema from a `ModelMetadataResponse`, which has tensors but neither ensemble members nor
+    policy."""
     is_ensemble = metadata.platform == "ensemble"
     return ModelSchema(
         metadata.name,
@@ -156,7 +158,7 @@ def schema_from_metadata(metadata: Any) -> ModelSchema:
 
 
 def assumed_schema(name: str) -> ModelSchema:
-    """The schema of a model that the server tells nothing about: Quire's own tensors."""
+    """Returns a schema with Quire's own tensors, for a model about which the server says nothing."""
     if name == CHAT_MODEL:
         return ModelSchema(name, KNOWN_INPUTS, None, "ensemble", steps=(GENERATOR_MODEL,))
     commands = {"cancel": TensorInfo("BOOL"), "cache_control": TensorInfo("BYTES")}
@@ -170,7 +172,7 @@ def _datatype(value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt sources as the caller gave them; that it is exactly one is the server's rule."""
+    """Prompt sources as the caller gave them. The server checks that exactly one is given."""
 
     text: str | bytes | Sequence[str] | None = None
     """A text, or several for models that take several prompts in one request."""
@@ -182,13 +184,13 @@ class Prompt:
 
     @property
     def is_large(self) -> bool:
-        """Whether a request of it takes long to build: many tokens, long text, or files to be read."""
+        """Whether building the request is slow: many tokens, a long text, or image files to read."""
         texts = (self.text, self.messages if isinstance(self.messages, str | bytes) else None, self.input_ids)
         return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
 
     @property
     def may_call_tools(self) -> bool:
-        """Whether its messages bring tools; those in JSON text are not looked at, and may."""
+        """Whether the messages may have tools. JSON text is not parsed, so it counts as having them."""
         if isinstance(self.messages, Mapping):
             return bool(self.messages.get("tools"))
         return isinstance(self.messages, str | bytes)
@@ -200,7 +202,8 @@ class Prompt:
 
     @property
     def default_model(self) -> str:
-        """Token ids need no tokenizer model; all else goes through an ensemble."""
+        """Default model: the vision ensemble with images, the generator for token ids alone, else the chat
+        ensemble."""
         if self.images:
             return VISION_MODEL
         ids_only = self.input_ids is not None and self.text is None and self.messages is None
@@ -210,10 +213,11 @@ class Prompt:
 def conversation(
     messages: str | list[Message], *, system: str | None = None, **beside: Any
 ) -> list[Message] | dict[str, Any]:
-    """Chat messages for a `Prompt`: from a list or one text of the user.
+    """Returns the chat messages for a `Prompt`, from a list of messages or one text of the user.
 
     Args:
-        beside: what may stand beside the messages (`tools`, `tool_choice` ...); None: not given.
+        system: text of a system message to put first; None: none.
+        beside: fields beside the messages (`tools`, `tool_choice` ...); a value of None means not given.
     """
     told: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     told += [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -222,7 +226,8 @@ def conversation(
 
 
 def with_image_parts(messages: Sequence[Message], count: int) -> list[Message]:
-    """The messages, with `count` image parts before the last user message's text if none has any."""
+    """Returns the messages. If none has image parts, `count` of them are put before the last user message's
+    text."""
     lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
     if any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for parts in lists for p in parts):
         return list(messages)
@@ -288,7 +293,7 @@ def build_request(
 
 
 def tenant_of(sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None) -> str:
-    """The tenant that a request's arguments state (those of `build_request`); empty: none."""
+    """Returns the tenant that the arguments of `build_request` state; empty if they state none."""
     for stated in (sampling, sampling.get(JSON_INPUT) or {}, parameters or {}):
         if stated.get("tenant") is not None:
             return str(stated["tenant"])
@@ -296,7 +301,7 @@ def tenant_of(sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None)
 
 
 def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
-    """The `ModelInferRequest` that ends the tenant's running request of this id on a generator."""
+    """Returns the `ModelInferRequest` that cancels a tenant's running request by its id on a generator."""
     request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add(request, "cancel", "BOOL", np.array([True]))
     _add_sampling(request, schema, {"tenant": tenant or None}, request_id)
@@ -305,7 +310,7 @@ def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
 
 
 def build_tokenize(schema: ModelSchema, name: str, prompt: str | bytes) -> Any:
-    """The `ModelInferRequest` for a prompt's token ids; the prompt is the input `name` of a tokenizer."""
+    """Returns the `ModelInferRequest` that asks a tokenizer for token ids; `name` is the prompt's input."""
     request = service_pb2.ModelInferRequest(model_name=schema.name)
     value = _bytes_array(prompt)
     _add(request, name, "BYTES", value.reshape(1, 1) if schema.is_batched else value)
@@ -313,10 +318,10 @@ def build_tokenize(schema: ModelSchema, name: str, prompt: str | bytes) -> Any:
 
 
 def parse_token_ids(response: Any, name: str) -> list[int] | None:
-    """The integers of an output, None where a response has none of this name.
+    """Returns the integers of an output; None if the response has no output of this name.
 
     Raises:
-        ProtocolError: its data are not what its datatype and shape say.
+        ProtocolError: the output's data do not match its datatype and shape.
     """
     contents = response.raw_output_contents
     for i, output in enumerate(response.outputs):
@@ -326,10 +331,10 @@ def parse_token_ids(response: Any, name: str) -> list[int] | None:
 
 
 def cache_answer(text: str) -> dict[str, Any]:
-    """The object a generator answers a cache command with.
+    """Returns the JSON object with which a generator answers a cache command.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the answer is not a JSON object.
     """
     try:
         answer = json.loads(text)
@@ -404,7 +409,7 @@ def _add_sampling(request: Any, schema: ModelSchema, sampling: Mapping[str, Any]
 
 
 def _tensor_value(info: TensorInfo, value: Any) -> np.ndarray | None:
-    """The value as a tensor of this input, or None when its type or range does not fit."""
+    """Returns the value as data for this input, or None if its type or range does not fit."""
     values = list(value) if info.is_list and isinstance(value, list | tuple | np.ndarray) else [value]
     if info.datatype == "BYTES":
         if not info.is_list and isinstance(value, Mapping):
@@ -426,7 +431,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """Whether the value has a floating-point form; an integer may be too large for one."""
+    """Whether the value can be converted to a float; a large integer cannot."""
     if _is_integer(value):
         return abs(int(value)) <= sys.float_info.max
     return isinstance(value, float | np.floating)
@@ -451,7 +456,8 @@ def _set_parameter(request: Any, name: str, value: Any, schema: ModelSchema, req
 def _wanted_outputs(
     schema: ModelSchema, prompt: Prompt, stream: bool, sampling: Mapping[str, Any]
 ) -> list[str]:
-    """Each output costs the server time per response, so only those that are of use are named."""
+    """Returns the outputs to ask for: only useful ones, because each output costs the server time per
+    response."""
     if schema.outputs is None:
         return []
     wanted = ["text_output", "output_ids", "finish_reason"]
@@ -480,13 +486,14 @@ def _wanted_outputs(
 
 
 def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool | None]:
-    """Chunks of one `ModelInferResponse`, and whether it is final (None: the server does not say).
+    """Returns the chunks of one `ModelInferResponse`, and whether it is final (None if the server does not
+    say).
 
-    A response without outputs (a bare final flag) has no chunks. A response with k texts is k chunks; its
-    token ids then cannot be told apart and are left out.
+    A response without outputs (a bare final flag) has no chunks. A response with k texts becomes k chunks.
+    For k above 1 their token ids are left out, because they cannot be assigned to the texts.
 
     Raises:
-        ProtocolError: an output's data are not what its datatype and shape say, or `logprobs` is no JSON.
+        ProtocolError: an output's data do not match its datatype and shape, or `logprobs` is not JSON.
     """
     parameters = response.parameters
     final = parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in parameters else None
@@ -547,7 +554,8 @@ def _tool_calls(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def _is_call(call: Any) -> bool:
-    """Whether it has the types that a piece of a call has, where it has them."""
+    """Whether the value has the form of a tool call's delta: every field that is present has the right
+    type."""
     if not isinstance(call, dict) or not isinstance(call.get("index", 0), int):
         return False
     function = call.get("function") or {}
@@ -573,14 +581,14 @@ _EXTRA_PARSERS: dict[str, Callable[[str], Any]] = {
     "server_timing": _timing,
     "prompt_logprobs": partial(_parsed, "prompt_logprobs"),
 }
-"""How the fields of `Extras` that are JSON are read."""
+"""Parsers for the fields of `Extras` that come as JSON text."""
 
 
 def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
-    """The elements of each output that a `Chunk` is made of, in row-major order; fields of its `Extras` and
-    their first elements (of an embedding all) under the empty name.
+    """Returns the elements of each output that a `Chunk` needs, in row-major order.
 
-    Without numpy and `InferResult`, whose arrays take several times as long for so few elements.
+    The empty name holds pairs for `Extras`: a field, and the output's first element (for an embedding all
+    elements). It does not use numpy and `InferResult`, which take several times as long for so few elements.
     """
     if raw_contents and len(raw_contents) != len(outputs):
         raise ProtocolError(f"a response has {len(outputs)} outputs and the raw data of {len(raw_contents)}")
@@ -601,7 +609,11 @@ def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dic
 
 
 def _elements(name: str, kind: type, output: Any, raw: bytes | None) -> Sequence[Any]:
-    """The elements of an output: its raw data, or None where they are in its `contents`."""
+    """Returns the elements of an output.
+
+    Args:
+        raw: the output's raw data; None: its data are in `output.contents`.
+    """
     stated, letter, field = _DATATYPES.get(output.datatype, (None, "", ""))
     if stated is not kind:
         raise ProtocolError(f"output {name}: must be of {kind.__name__}, is of {output.datatype!r:.20}")
@@ -622,7 +634,8 @@ def _elements(name: str, kind: type, output: Any, raw: bytes | None) -> Sequence
 
 
 def _byte_strings(raw: bytes) -> list[bytes] | None:
-    """The elements of a BYTES tensor, each after its length; None where the data end within one."""
+    """Returns the elements of a BYTES tensor, each preceded by its length; None if the data end inside
+    one."""
     strings, position, end = [], 0, len(raw)
     while position < end:
         start = position + 4

@@ -15,8 +15,7 @@ import click
 @click.option("--admin", is_flag=True, default=None, help="May load and unload LoRA adapters.")
 def api_key(name: str, **options: Any) -> None:
     """Makes a new key for the gateway. Prints the key, which is stored nowhere, on stderr, and its entry for
-    the
-    file of --api-keys on stdout."""
+    the file of --api-keys on stdout."""
     from quire_client.openai.keys import entry_of, new_key
 
     key = new_key()

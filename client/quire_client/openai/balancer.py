@@ -85,8 +85,7 @@ class Balancer:
     requests.
 
     A request stays with its server, because only this server can cancel it. Nothing is sent twice: if a
-    server
-    dies, its requests end with an error.
+    server dies, its requests end with an error.
 
     Args:
         urls: HOST:PORT of the servers' gRPC endpoints.
@@ -114,8 +113,7 @@ class Balancer:
 
     def pick(self, sampling: Mapping[str, Any] | None = None) -> Server:
         """Returns the server for a request with these parameters. If none is ready, it returns one anyway,
-        whose
-        error then says why."""
+        whose error then says why."""
         ready = [server for server in self.servers if server.is_ready] or self.servers
         session = (sampling or {}).get("session")
         if session is None:

@@ -1,8 +1,9 @@
-"""Images of chat messages: `data:` URLs pass, http(s) URLs are fetched from hosts the operator named.
+"""Images of chat messages: `data:` URLs are passed on, http(s) URLs are fetched from hosts the operator
+allowed.
 
-Whoever can send a request chooses the URL, so a fetch must not reach what only this machine can reach. The
-host of every hop must be allowed; its addresses are resolved once, checked, and the connection goes to a
-checked address, so that a second answer of the DNS cannot lead elsewhere.
+Any client chooses the URL, so a fetch must not reach addresses that only this machine can reach. The host of
+every redirect must be allowed. Its addresses are resolved once and checked, and the connection goes to a
+checked address, so that a second DNS answer cannot lead elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HOST = re.compile(r"(\*\.)?[^\s/@*?#\\]+")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""Host and port to IP addresses; OSError when there are none."""
+"""Function that resolves host and port to IP addresses; it raises OSError if there are none."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ImagePolicy:
         return self.names(host) or any(p.startswith("*.") and host.endswith(p[1:]) for p in self.hosts)
 
     def names(self, host: str) -> bool:
-        """True when the host was allowed by its very name, which also allows its private addresses."""
+        """Whether the host was allowed by its exact name; then its private addresses are allowed, too."""
         return host in self.hosts
 
 
@@ -78,12 +79,14 @@ def _normal_pattern(pattern: str) -> str:
 
 
 def _normal_host(url: httpx.URL) -> str:
-    """Lower case, IDNA, without the dot of the root and without an IPv6 address's brackets."""
+    """Normalises a host: lower case, IDNA, without a trailing dot and without the brackets of an IPv6
+    address."""
     return url.raw_host.decode("ascii").lower().removesuffix(".")
 
 
 def is_public(address: str) -> bool:
-    """True for an address of the open internet, also behind the IPv6 forms that embed an IPv4 address."""
+    """Whether an IP address belongs to the public internet. For IPv6 forms that embed an IPv4 address, that
+    address must be public."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:  # a scope, as in fe80::1%eth0
@@ -135,7 +138,8 @@ class ImageFetcher:
         await self._http.aclose()
 
     async def with_images(self, messages: list[Any], hold: Hold) -> list[Any]:
-        """Copies of the messages with every http(s) image as a `data:` URL; all else as it is.
+        """Returns copies of the messages in which every http(s) image is a `data:` URL; all else is
+        unchanged.
 
         Raises:
             RequestError: an audio part, a URL that may not be fetched, or whose fetch failed, or more bytes
@@ -189,7 +193,7 @@ class ImageFetcher:
         raise _Refused(f"more than {MAX_REDIRECTS} redirects")
 
     async def _get(self, url: httpx.URL) -> httpx.Response:
-        """Sends the request of one hop; the body is not read yet."""
+        """Sends the request of one redirect step and returns the response, whose body is not yet read."""
         host = self._checked_host(url)
         port = url.port or (443 if url.scheme == "https" else 80)
         if not 0 < port < 2**16:
@@ -258,11 +262,11 @@ class ImageFetcher:
 
 
 class _Refused(Exception):
-    """The policy forbids it; the message says why."""
+    """Raised if the policy forbids a fetch; the message says why."""
 
 
 def _part_url(part: Any, place: str) -> str | None:
-    """The URL of an image part; None for other parts and shapes, which the server judges."""
+    """Returns the URL of an image part; None for other parts and wrong shapes, which the server checks."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "input_audio":
         raise RequestError(f"{place}: input_audio is not supported", param=place)

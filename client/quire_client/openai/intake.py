@@ -56,13 +56,11 @@ class Intake:
         self.working = asyncio.Lock()
         self.coming: dict[Hold, tuple[float, Callable[[], object]]] = {}
         """Bodies that are still arriving, oldest first: start time (CLOCK_MONOTONIC seconds), and a function
-        that
-        cuts the body off."""
+        that cuts the body off."""
 
     def has_room(self, count: int, asking: Hold) -> bool:
         """Returns whether `count` more bytes can be held. To make room, it cuts off slow bodies of other
-        requests, so
-        that stalling clients do not shut out the rest."""
+        requests, so that stalling clients do not shut out the rest."""
         for hold, (began, end) in list(self.coming.items()):
             if self.held + count <= MAX_HELD_BYTES or time.monotonic() - began < BODY_GRACE:
                 break
@@ -206,8 +204,7 @@ def text_bytes(value: Any) -> int:
 
 def write_json(value: Any) -> bytes:
     """Returns a value as JSON in UTF-8. It never makes one long `str`, which would store every character as
-    wide as
-    the widest."""
+    wide as the widest."""
     pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value)
     return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
 

@@ -48,8 +48,7 @@ class ApiKey:
 
 class Budget:
     """Token bucket that holds a minute's tokens. Tokens are charged when their number is known, so the
-    bucket may
-    go into debt. Then requests are refused until the debt is paid."""
+    bucket may go into debt. Then requests are refused until the debt is paid."""
 
     def __init__(self, per_minute: int) -> None:
         self._rate = per_minute / 60

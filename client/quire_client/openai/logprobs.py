@@ -79,8 +79,7 @@ class LogprobsFormat:
 
     def _likely(self, entry: Any) -> dict[str, float]:
         """Returns log-probabilities by token text: the most likely tokens, and the entry's own if it is not
-        among
-        them. If several tokens have the same text, the likeliest counts."""
+        among them. If several tokens have the same text, the likeliest counts."""
         told: dict[str, float] = {}
         for text, value, parts in self._top(entry):
             told.setdefault(_spelled(text, parts), value)
@@ -89,8 +88,7 @@ class LogprobsFormat:
 
     def _top(self, entry: Any) -> list[tuple[str, float, list[int] | None]]:
         """Returns the most likely tokens, best first: text, log-probability, and the token's bytes if it is
-        a part of
-        a character (else None)."""
+        a part of a character (else None)."""
         best = sorted((entry.get("top") or {}).items(), key=lambda item: -item[1])[: self.num_top]
         texts, parts = entry.get("tokens") or {}, entry.get("bytes") or {}
         return [(texts.get(i, f"token_id:{i}"), value, parts.get(i)) for i, value in best]
@@ -134,8 +132,7 @@ def _num_parts(tokens: list[str], which: list[int]) -> int:
 
 def prompt_entries(entries: list[Any] | None, num_top: int) -> list[Any] | None:
     """Returns a prompt's log-probabilities in vLLM's form: for each position an object by token id, which
-    holds the
-    prompt's own token and the most likely ones.
+    holds the prompt's own token and the most likely ones.
 
     Raises:
         ProtocolError: the entries have another form.
@@ -180,7 +177,6 @@ def _spelled(text: str, parts: list[int] | None) -> str:
 
 def _token(text: str, logprob: float, parts: list[int] | None) -> dict[str, Any]:
     """Returns a token and its log-probability in the form of OpenAI's chat completions. If the token is a
-    part of a
-    character, its text has the replacement character, and its bytes may be unknown (None)."""
+    part of a character, its text has the replacement character, and its bytes may be unknown (None)."""
     encoded = parts if "\ufffd" in text else list(text.encode("utf-8", "replace"))
     return {"token": text, "logprob": logprob, "bytes": encoded}

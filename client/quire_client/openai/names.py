@@ -42,8 +42,7 @@ class Names:
 
     def listed(self, schemas: Mapping[str, ModelSchema]) -> dict[str, str]:
         """Returns the names to list, with the model of each: all aliases, and the names of models that have
-        no alias
-        and are neither members of an ensemble nor the `_unary` twin of another.
+        no alias and are neither members of an ensemble nor the `_unary` twin of another.
 
         Args:
             schemas: of all ready models.

@@ -1,4 +1,4 @@
-"""`Observer`: asks each request for its key, and tells metrics and the access log what became of it."""
+"""`Observer`: checks each request's API key, and records the outcome in metrics and the access log."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from quire_client.openai.replies import usage
 from quire_client.types import Chunk, Embeddings, Result
 
 GONE = 499
-"""Status, in the log and in metrics, of a request whose client left before its answer was there."""
+"""Status, in log and metrics, of a request whose client disconnected before its answer was complete."""
 _BESIDE = ("/tokenize", "/detokenize")
-"""Paths outside /v1/, as in vLLM, that are observed and need a key as well."""
+"""Paths outside /v1/, named as in vLLM, that are also observed and need a key."""
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Passed on to the server as they are, if gRPC can carry them."""
+"""Headers with a trace context. They are passed on to the server unchanged, if gRPC can carry them."""
 _PASSED_ON = re.compile(r"[ -~]{1,512}")
 _SCOPE_KEY = "quire.exchange"
 
@@ -42,7 +42,7 @@ class Exchange:
     observer: Observer
     key: ApiKey | None = None
     model: str = ""
-    """Set when the server knows the model."""
+    """Name of the model; empty until the server has confirmed that it knows the model."""
     request_id: str = ""
     streams: bool = False
     status: int = 0
@@ -51,23 +51,24 @@ class Exchange:
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     ttft: float | None = None
-    """Seconds; of streams."""
+    """Time to first token of a stream, in seconds; None before it and for answers that are not streamed."""
     began: float = field(default_factory=time.monotonic)
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
-    """When the last token of each prompt's choice came."""
+    """Time of the last token, by (number of the prompt, index of the choice)."""
     _prompts: set[int] = field(default_factory=set)
-    """Numbers of the prompts whose tokens are counted: every chunk states its prompt's token count."""
+    """Numbers of the prompts already counted. Every chunk repeats its prompt's token count, which counts
+    once."""
     _num_reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     """Reasoning tokens so far, by (number of the prompt, index of the choice)."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether anybody wants to know the number of tokens."""
+        """Whether token counts are needed: for metrics, the log, or a key with a limit."""
         limited = self.key is not None and self.key.tokens_per_minute is not None
         return limited or self.observer.is_recording
 
     def streamed(self, chunk: Chunk) -> None:
-        """A chunk of a stream has come."""
+        """Records a chunk of a stream."""
         choice = chunk.batch_index, chunk.index
         if chunk.num_input_tokens is not None and chunk.batch_index not in self._prompts:
             self._prompts.add(chunk.batch_index)
@@ -93,7 +94,7 @@ class Exchange:
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """The tokens of a stream, as OpenAI tells them."""
+        """Returns the token counts of a stream in OpenAI's form."""
         counts = self._num_reasoning_tokens.values()
         num_reasoning_tokens = sum(counts) if counts else None
         return usage(
@@ -101,13 +102,13 @@ class Exchange:
         )
 
     def answered(self, result: Result) -> None:
-        """A whole answer has come."""
+        """Records an answer that is not streamed."""
         self._prompt(result.num_input_tokens, result.num_cached_tokens)
         self.finish_reason = result.finish_reason
         self._answered(result.num_output_tokens)
 
     def embedded(self, result: Embeddings) -> None:
-        """Embeddings have come."""
+        """Records an answer with embeddings."""
         self._prompt(result.num_input_tokens, result.num_cached_tokens)
 
     def _prompt(self, tokens: int | None, cached: int | None) -> None:
@@ -190,8 +191,8 @@ class Observer:
 
 
 class ObserverMiddleware:
-    """ASGI: what is below /v1/ is observed, and needs a key where there are keys; so are vLLM's two paths for
-    tokens."""
+    """ASGI middleware that observes requests below /v1/, /tokenize and /detokenize, and checks their keys if
+    the gateway has keys."""
 
     def __init__(self, app: Any, observer: Observer) -> None:
         self._app = app
@@ -228,13 +229,13 @@ class ObserverMiddleware:
 
 
 def exchange_of(scope: Any) -> Exchange:
-    """The exchange of a request that the middleware let through."""
+    """Returns the exchange that the middleware made for a request."""
     exchange: Exchange = scope[_SCOPE_KEY]
     return exchange
 
 
 def error_response(error: Any) -> JSONResponse:
-    """The answer that a failure of the gateway or of the server is."""
+    """Returns the HTTP answer for an error of the gateway or of the server."""
     status, body = describe(error)
     seconds = retry_after(error)
     headers = {} if seconds is None else {"Retry-After": str(seconds)}
@@ -244,7 +245,7 @@ def error_response(error: Any) -> JSONResponse:
 
 
 def _opened(path: Path | None) -> TextIO | None:
-    """Where log lines go, each at once; `-`: stderr."""
+    """Opens the log for appending; each line is written at once. `-` is stderr."""
     if path is None:
         return None
     if str(path) == "-":

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI: whole ones, and the objects of a stream."""
+"""Answers in OpenAI's form: whole answers, and the objects of a stream."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire_client.types import Choice, Chunk, Embeddings, Result
 
 
 def finish_reason(reason: str | None) -> str:
-    """OpenAI's word for a reason of the server.
+    """Returns OpenAI's finish reason for the server's.
 
-    There is none for an answer that was cancelled or broken off; `length` says that it is not complete,
-    which `stop` would deny. A model that gives no reason has stopped.
+    OpenAI has no reason for an answer that was cancelled or broken off. It becomes `length`, which says that
+    the answer is incomplete. If a model gives no reason, it becomes `stop`.
     """
     if reason == "tool_calls":
         return reason
@@ -30,7 +30,8 @@ def usage(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any] | None:
-    """Token counts, those of all choices together; None where the server does not count the prompt."""
+    """Returns the token counts of all choices together; None if the server does not count the prompt's
+    tokens."""
     if prompt_tokens is None:
         return None
     counts: dict[str, Any] = {
@@ -46,7 +47,7 @@ def usage(
 
 
 def embeddings_reply(model: str, found: Embeddings, *, as_base64: bool) -> bytes:
-    """The body of an answer with embeddings, JSON."""
+    """Returns the JSON body of an answer with embeddings."""
 
     def written(vector: tuple[float, ...]) -> Any:
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
@@ -62,7 +63,7 @@ def embeddings_reply(model: str, found: Embeddings, *, as_base64: bool) -> bytes
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """Shapes of one request's answer: those of chat completions, or of completions."""
+    """Builds one request's answer in the form of chat completions or of completions."""
 
     request_id: str
     model: str
@@ -70,15 +71,15 @@ class ReplyFormat:
     include_usage: bool = False
     choices_per_prompt: int = 1
     logprobs: LogprobsFormat | None = None
-    """None: not asked for."""
+    """Form of the log-probabilities; None if not asked for."""
     echoed: tuple[int, ...] = ()
-    """Characters of each prompt, where they are texts that the answers begin with."""
+    """Number of characters of each prompt, if the answers begin with the prompts' texts; else empty."""
     continuous_usage: bool = False
     prompt_logprobs: int | None = None
-    """Likely tokens to tell of each position of the prompt, as in `TextRequest`; None: not asked for."""
+    """Number of most likely tokens to return for each position of the prompt; None if not asked for."""
     returns_token_ids: bool = False
     prompt_token_ids: tuple[list[int], ...] = ()
-    """Token ids of each prompt; empty where they are not asked for."""
+    """Token ids of each prompt; empty if not asked for."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time, seconds."""
 
@@ -96,11 +97,11 @@ class ReplyFormat:
         }
 
     def index_of(self, item: Choice | Chunk) -> int:
-        """Number of a choice among those of all prompts."""
+        """Returns the index of a choice, counted over all prompts."""
         return item.batch_index * self.choices_per_prompt + item.index
 
     def whole(self, result: Result) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+        """Returns the body of an answer that is not streamed."""
         counts = usage(
             result.num_input_tokens,
             result.num_output_tokens,
@@ -114,8 +115,8 @@ class ReplyFormat:
         return whole
 
     def _of_prompt(self, number: int, result: Result) -> dict[str, Any]:
-        """vLLM's fields about a prompt, as asked for: beside a chat's choices, in each choice of a
-        completion."""
+        """Returns vLLM's fields about a prompt that were asked for. In a chat they stand beside the choices,
+        in a completion inside each choice."""
         told: dict[str, Any] = {}
         if self.prompt_logprobs is not None:
             found = result.prompt_logprobs[number] if number < len(result.prompt_logprobs) else None
@@ -153,7 +154,7 @@ class ReplyFormat:
         return whole
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first object of a choice in a stream: the role of a chat answer."""
+        """Returns the first object of a chat choice in a stream, which states the role."""
         if not self.is_chat:
             return None
         part = self._part(index, {"role": "assistant", "content": ""}, None)
@@ -162,11 +163,11 @@ class ReplyFormat:
         return part
 
     def delta(self, chunk: Chunk, num_characters: int, *, is_first: bool = False) -> dict[str, Any] | None:
-        """The object of a stream for what a chunk adds to its choice; None: the chunk adds nothing.
+        """Returns the object of a stream for a chunk; None if the chunk adds nothing to its choice.
 
         Args:
-            num_characters: those of the choice's text before it.
-            is_first: whether it is the choice's first.
+            num_characters: number of characters of the choice's text before this chunk.
+            is_first: whether the chunk is the first of its choice.
         """
         content: Any = chunk.text
         if self.is_chat:
@@ -191,7 +192,8 @@ class ReplyFormat:
         return part
 
     def closing(self, index: int, chunk: Chunk | None) -> dict[str, Any]:
-        """The object with the choice's finish reason, that of its last chunk; no text."""
+        """Returns the object that ends a choice in a stream: the finish reason of its last chunk, without
+        text."""
         reason = finish_reason(None if chunk is None else chunk.finish_reason)
         part = self._part(index, {} if self.is_chat else "", reason)
         if chunk is not None and chunk.server_timing is not None:
@@ -199,7 +201,7 @@ class ReplyFormat:
         return part
 
     def counts(self, counts: dict[str, Any] | None) -> dict[str, Any]:
-        """The object after the last choice, for `stream_options.include_usage`."""
+        """Returns the object with token counts that ends a stream with `stream_options.include_usage`."""
         return {**self._head(streams=True), "choices": [], "usage": counts}
 
     def _part(self, index: int, content: Any, reason: str | None, logprobs: Any = None) -> dict[str, Any]:

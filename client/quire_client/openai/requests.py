@@ -1,8 +1,8 @@
-"""Bodies of OpenAI requests, checked for shape and turned into what the client library takes.
+"""Parses bodies of OpenAI requests: checks their shape and turns them into arguments of the client library.
 
-Values of sampling parameters are not judged here but by the server. A parameter that is absent (or null) is
-not sent: the checkpoint's generation_config then decides, so that the default temperature is the model's and
-not OpenAI's 1, and the default of `max_tokens` is what the model length leaves, for completions too.
+The server checks the values of sampling parameters. A parameter that is absent (or null) is not sent, so the
+checkpoint's generation_config decides: the default temperature is the model's and not OpenAI's 1. The default
+of `max_tokens` is what the prompt leaves of the model's length, for completions too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EMBEDDING_SCHEDULING = (
     "cache_retention",
     "cache_ttl_ms",
 )
-"""Scheduling parameters of Quire, those that embeddings have too."""
+"""Scheduling parameters of Quire that requests for embeddings take, too."""
 QUIRE_SAMPLING = (
     "min_tokens",
     "top_k",
@@ -66,8 +66,9 @@ QUIRE_SAMPLING = (
     "guided_choice",
     "guided_grammar",
 )
-"""Parameters of Quire that OpenAI does not have; they pass through (`priority`, `cache_salt`, the words for
-structured output: as in vLLM). The tenant is none of them: it is the API key's, or comes in a header."""
+"""Parameters of Quire that OpenAI does not have; they are passed on to the server. `priority`, `cache_salt`
+and the names for structured output are vLLM's. `tenant` is not among them: it comes from the API key or a
+header."""
 SERVICE_FIELDS = frozenset(
     {
         "user",
@@ -81,7 +82,7 @@ SERVICE_FIELDS = frozenset(
         "prediction",
     }
 )
-"""Fields for OpenAI's own service, and hints that no answer has to follow: taken and not looked at."""
+"""Fields that are accepted and ignored: they concern OpenAI's own service, or are hints."""
 EMBEDDING_FIELDS = SERVICE_FIELDS | {"model", "input", "encoding_format", "dimensions", *EMBEDDING_SCHEDULING}
 _COMMON = SERVICE_FIELDS | {
     *("model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "timing"),
@@ -116,7 +117,8 @@ HEADERS = {
     "x-quire-priority": "priority",
     "x-quire-cache-salt": "cache_salt",
 }
-"""Headers that state a parameter where the body does not; of two for one parameter the later counts."""
+"""Parameter by header. A header counts if the body does not state the parameter; of two headers for the same
+parameter the later one counts."""
 
 # Fields of OpenAI and vLLM for which there is one value only: that which changes nothing.
 _FIXED: dict[str, Any] = {
@@ -142,9 +144,10 @@ _REASONS: dict[str, str] = {
     "allowed_token_ids": "logit_bias and structured_outputs say which tokens may follow",
     "use_beam_search": "beam_width above 1 asks for beams",
 }
-"""Why a field is refused, or what to say in its place."""
+"""Reason why a field is refused, or the field to use instead."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-"""The last changes nothing: no answer here is padded against who counts its bytes."""
+"""Known keys of `stream_options`. The last one (`include_obfuscation`) has no effect: answers are never
+padded."""
 
 _COMPLETION_NAMES = {
     "text_input": "prompt",
@@ -154,11 +157,12 @@ _COMPLETION_NAMES = {
 }
 _OWN_PROMPT_LOGPROBS = {**_COMPLETION_NAMES, "prompt_logprobs": "prompt_logprobs"}
 MAX_CHOICES = 1024
-"""More than any server takes."""
+"""Bound for counting choices; larger than any server's limit."""
 MAX_MESSAGES = 4096
-"""Messages of one conversation, and parts of all their contents; the server's own limit of messages."""
+"""Most messages of one conversation, and most content parts of all its messages; the server has the same
+limit of messages."""
 MAX_IMAGES = 16
-"""Images of one conversation; the server's own limit."""
+"""Most images of one conversation; the server has the same limit."""
 MAX_EFFORT = 32
 """Characters of `reasoning_effort`."""
 MAX_INPUTS = 2048
@@ -166,14 +170,14 @@ MAX_INPUTS = 2048
 MAX_MODEL_LENGTH = 256
 """Characters of a model's name."""
 _NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
-"""Values that ask for nothing, of fields that not every model knows."""
+"""Values that ask for nothing. Fields with them are not sent, because not every model knows these fields."""
 MAX_TOP_LOGPROBS = 20
-"""Most likely tokens to tell of each position; OpenAI's chat completions have the same limit."""
+"""Limit for `logprobs` and `top_logprobs`, as in OpenAI's chat completions."""
 _ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
 MAX_PROMPTS = 1024
-"""Prompts of one request; more than any server takes."""
+"""Most prompts of one request; larger than any server's limit."""
 MAX_TOKEN_LISTS = 256
-"""Prompts of token ids in one request: each of them is a request to the server."""
+"""Most prompts of token ids in one request. Each of them becomes a request to the server."""
 
 
 @dataclass(frozen=True)
@@ -184,36 +188,37 @@ class TextRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Each part of a stream has the counts so far."""
+    """Whether each object of a stream has the token counts so far."""
     sampling: dict[str, Any] = field(default_factory=dict)
     messages: dict[str, Any] | None = None
-    """`messages`, and those of MESSAGES_FIELDS that are stated."""
+    """Object with `messages` and those of MESSAGES_FIELDS that the body states."""
     prompt: str | list[str] | None = None
     input_ids: list[list[int]] | None = None
     """Token ids of each prompt."""
     top_logprobs: int | None = None
-    """Log-probabilities to tell of each token beside its own; None: no log-probabilities."""
+    """Number of most likely tokens to return for each token, beside its own; None: no log-probabilities."""
     echo: bool = False
-    """The answer begins with the prompt."""
+    """Whether the answer begins with the prompt."""
     prompt_logprobs: int | None = None
-    """Likely tokens to tell of each position of the prompt, in vLLM's form; None: not asked for."""
+    """Number of most likely tokens to return for each position of the prompt (vLLM's field); None if not
+    asked for."""
     returns_token_ids: bool = False
-    """The answer tells the token ids of prompt and text."""
+    """Whether the answer has the token ids of prompt and text."""
     timing: bool = False
-    """The answer says how long its parts took."""
+    """Whether the answer has `timing`: how long its parts took."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of the body's fields by their names at the server, where the two differ."""
+    """Name of a field in the body, by its name on the server, for fields in which the two differ."""
 
     @property
     def source(self) -> str:
-        """The input of the model that takes the prompt."""
+        """Name of the model's input for this prompt: `messages`, `text_input` or `input_ids`."""
         if self.messages is not None:
             return "messages"
         return "text_input" if self.prompt is not None else "input_ids"
 
     @property
     def echoed(self) -> tuple[int, ...]:
-        """Characters of each text that an answer begins with."""
+        """Number of characters of each prompt's text if the answer repeats it (`echo`); else empty."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         return tuple(map(len, texts)) if self.echo else ()
 
@@ -225,7 +230,8 @@ class TextRequest:
 
     @property
     def choices_per_prompt(self) -> int:
-        """Choices to expect; a number that is out of range is left to the server to refuse."""
+        """Number of choices to expect per prompt. It is 1 if `n` is out of range, which the server then
+        refuses."""
         n: int = self.sampling.get("n", 1)
         return n if 0 < n < MAX_CHOICES else 1
 
@@ -241,13 +247,13 @@ class EmbeddingRequest:
     model: str
     input: str | list[int] | list[str] | list[list[int]]
     as_base64: bool
-    """Little-endian float32 in base64, instead of a list of numbers."""
+    """Whether embeddings are returned as little-endian float32 in base64, instead of lists of numbers."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """`dimensions`, and scheduling parameters."""
 
 
 def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
-    """A body of /v1/embeddings; raises as `parse_chat`."""
+    """Parses a body of /v1/embeddings; raises as `parse_chat` does."""
     _check_fields(body, EMBEDDING_FIELDS, {})
     model, given, form = _model(body), body.get("input"), body.get("encoding_format")
     if form not in (None, "float", "base64"):
@@ -268,17 +274,17 @@ def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 
 def _is_input(value: Any) -> bool:
-    """Whether it is a text or a list of token ids, and not empty."""
+    """Whether the value is a text or a list of token ids, and not empty."""
     if isinstance(value, str):
         return value != ""
     return isinstance(value, list) and bool(value) and all(map(_is_token, value))
 
 
 def parse_chat(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /v1/chat/completions.
+    """Parses a body of /v1/chat/completions.
 
     Raises:
-        RequestError: an unknown or unsupported field, or a wrong type; names the field.
+        RequestError: an unknown or unsupported field, or a wrong type; the message names the field.
     """
     _check_fields(body, CHAT_FIELDS, _CHAT_FIXED)
     messages = body.get("messages")
@@ -308,8 +314,8 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
 
 
 def parse_completion(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /v1/completions; raises as `parse_chat`. The prompt is a text, a list of token ids, or a list
-    of either."""
+    """Parses a body of /v1/completions; raises as `parse_chat` does. The prompt is a text, a list of token
+    ids, or a list of either."""
     _check_fields(body, COMPLETION_FIELDS, _COMPLETION_FIXED)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not _is_token(prompt[0]):
@@ -351,7 +357,7 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /tokenize, as vLLM's; raises as `parse_chat`."""
+    """Parses a body of /tokenize in vLLM's form; raises as `parse_chat` does."""
     messages, prompt = body.get("messages"), body.get("prompt")
     special = {"add_special_tokens": messages is None}
     _check_fields(body, _TOKENIZE_FIELDS, {"return_token_strs": False, **special})
@@ -370,7 +376,7 @@ def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
 
 
 def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /detokenize, as vLLM's; raises as `parse_chat`."""
+    """Parses a body of /detokenize in vLLM's form; raises as `parse_chat` does."""
     _check_fields(body, frozenset({"model", "tokens"}), {})
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not _is_input(tokens):
@@ -379,7 +385,7 @@ def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
 
 
 def _add_effort(effort: Any, beside: dict[str, Any]) -> None:
-    """Hands `reasoning_effort` to the chat template, the one place that may know it."""
+    """Passes `reasoning_effort` to the chat template; nothing else can use it."""
     if effort is None:
         return
     if not isinstance(effort, str) or not 0 < len(effort) <= MAX_EFFORT:
@@ -400,7 +406,7 @@ def _timing(body: Mapping[str, Any], sampling: dict[str, Any]) -> bool:
 
 
 def _top_logprobs(name: str, count: Any, sampling: dict[str, Any]) -> int:
-    """The number, which the server judges too."""
+    """Checks the number of most likely tokens, stores it in `sampling` and returns it."""
     if not _is_token(count) or not 0 <= count <= MAX_TOP_LOGPROBS:
         raise RequestError(f"{name}: must be an integer in [0, {MAX_TOP_LOGPROBS}]", param=name)
     sampling["logprobs"] = count
@@ -409,8 +415,8 @@ def _top_logprobs(name: str, count: Any, sampling: dict[str, Any]) -> int:
 
 
 def _as_template(message: Any) -> Any:
-    """A message as chat templates know it: without what OpenAI's answers hold beside their content, so that
-    an answer may be sent back as it came; a developer's is the system's."""
+    """Converts a message for chat templates. It drops fields that only OpenAI's answers have, so that
+    clients may send answers back unchanged, and turns the role `developer` into `system`."""
     if not isinstance(message, dict):
         return message
     kept = {
@@ -426,14 +432,14 @@ def _as_template(message: Any) -> Any:
 
 
 def _as_text(part: Any) -> Any:
-    """A refusal among the parts of an answer as what it is to a template: text."""
+    """Converts a content part of type `refusal` into a text part, which chat templates know."""
     if isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     return part
 
 
 def _check_messages(messages: list[Any]) -> None:
-    """How many of each kind there are; shapes are the server's to judge."""
+    """Checks the numbers of messages, content parts and images. The server checks their shapes."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     images = sum(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
@@ -465,12 +471,13 @@ def _check_fields(body: Mapping[str, Any], known: frozenset[str], fixed: Mapping
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality as JSON has it: 0 is not false."""
+    """Whether two values are equal as JSON; in contrast to Python, 0 is not false."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a `TextRequest` that both kinds of bodies state alike; adds to `sampling` what they need."""
+    """Parses the fields that chat and completions have in common, as arguments of `TextRequest`; adds the
+    sampling parameters that they need to `sampling`."""
     stream = _boolean("stream", body.get("stream"))
     usage, continuous = _stream_options(body.get("stream_options"), stream)
     count = body.get("prompt_logprobs")
@@ -492,7 +499,7 @@ def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]
 
 
 def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
-    """Whether the counts of tokens come at the end, and with each part too."""
+    """Returns whether token counts are wanted at the end of the stream, and whether also in each object."""
     if options is None:
         return False, False
     if not isinstance(options, dict):

@@ -21,16 +21,16 @@ from quire_client import _connection as conn
 from quire_client.openai.app import GatewaySettings, create_app
 
 GRACE_S = 5
-"""Seconds that answers under way have to end after SIGTERM or Ctrl-C, where nothing else is said."""
+"""Default number of seconds that running answers have to finish after SIGTERM or Ctrl-C."""
 HEADER_TIMEOUT = 20.0
 """Seconds from a connection's or a request's first byte to the end of its headers."""
 MAX_CONNECTIONS = 4096
-"""Connections at a time; beyond them uvicorn answers 503."""
+"""Most concurrent connections; uvicorn answers further ones with 503."""
 
 
 class _Protocol(H11Protocol):
-    """Closes connections whose request does not come, which uvicorn lets live: it bounds only the silence
-    between requests."""
+    """Closes connections on which no request's headers arrive in time. Uvicorn keeps such connections open:
+    it bounds only the silence between requests."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -47,7 +47,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Starts the time of the next request, unless one is being answered: that takes the application's."""
+        """Starts the timer for the next request's headers, unless a request is being answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_watch()
         elif self._late is None:
@@ -60,7 +60,7 @@ class _Protocol(H11Protocol):
 
 
 class LogFormatter(uvicorn.logging.DefaultFormatter):
-    """Uvicorn's, without the texts of exceptions: they may repeat what a client wrote."""
+    """Uvicorn's log formatter, without the texts of exceptions, which may repeat what a client wrote."""
 
     def formatException(self, ei: Any) -> str:
         parts: list[str] = []
@@ -80,7 +80,7 @@ class Tls:
 
 
 def make_config(app: Starlette, tls: Tls | None = None, grace_s: int = GRACE_S) -> uvicorn.Config:
-    """How the gateway's application is served."""
+    """Returns the uvicorn configuration for the gateway's application."""
     logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logs["formatters"]["default"]["()"] = LogFormatter
     return uvicorn.Config(
@@ -112,15 +112,15 @@ def serve(
     """Serves until SIGTERM or Ctrl-C.
 
     Args:
-        port: 0 takes a free one.
-        listening: is told the base URL for clients, once connections are accepted.
-        tls: None: plain HTTP.
-        grace_s: seconds that answers under way have to end after SIGTERM or Ctrl-C.
+        port: port to listen on; 0: any free one.
+        listening: called with the base URL for clients once connections are accepted.
+        tls: certificate and key; None: plain HTTP.
+        grace_s: seconds that running answers have to finish after SIGTERM or Ctrl-C.
 
     Raises:
         InvalidArgument: a bad address or timeout of the server.
-        ValueError: the keys are wrong, or the log, the certificate or its key cannot be used.
-        OSError: the address cannot be listened at.
+        ValueError: the file of keys is wrong, or the log, the certificate or its key cannot be used.
+        OSError: the gateway cannot listen on the address.
     """
     for url in settings.urls:
         conn.Settings(url, settings.timeout)

@@ -1,4 +1,4 @@
-"""Server-sent events of a running request, and the rule that a client who leaves ends its request."""
+"""Sends a running request as server-sent events, and cancels a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _HEADERS = [
 
 
 class Exchanges:
-    """The work under way for HTTP clients; each piece ends when its client leaves."""
+    """The running work for HTTP clients. Each piece of work is cancelled when its client disconnects."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, receive: Any, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; cancels it when the client leaves or this task is cancelled.
+        """Runs `work` and returns its result; cancels it when the client disconnects or this task is
+        cancelled.
 
-        By plain tasks and not a task group of anyio, whose cancellation would strike again at every `await`
-        with which the work tells the server that it is over.
+        It uses plain tasks. A task group of anyio would cancel again at every `await`, also at those with
+        which the cancelled work tells the server that the request is over.
 
         Args:
-            receive: ASGI's; the request's body has been read.
+            receive: the request's ASGI `receive`; the body has already been read.
 
         Raises:
-            ClientDisconnect: the client left first.
+            ClientDisconnect: the client disconnected before the work was done.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -63,7 +64,7 @@ class Exchanges:
                     task.exception()  # taken, so that asyncio does not report it as lost
 
     async def close(self) -> None:
-        """Ends all of it; returns when the server knows."""
+        """Cancels all running work; returns when the server has been told."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -86,7 +87,7 @@ class EventStream:
     exchanges: Exchanges
     stream: AsyncStream | Batch
     first: Chunk | None
-    """Taken off the stream already."""
+    """First chunk, which was already read from the stream; None if the stream ended before it."""
     reply: ReplyFormat
     num_choices: int
     exchange: Exchange

@@ -1,4 +1,4 @@
-"""Token ids of texts and messages, by the model before a generator that makes them."""
+"""Token ids of texts and messages, from the tokenizer model in front of a generator."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ OUTPUT = "input_ids"
 async def token_ids(
     client: AsyncClient, schema: ModelSchema, text: str | None, messages: bytes | None, timeout: float | None
 ) -> list[int]:
-    """Token ids of a prompt, as the model would have them.
+    """Returns the token ids of a prompt, equal to those that the model would compute with.
 
     Args:
-        schema: of the model that would answer.
-        text: the prompt, or None where it is messages.
-        messages: JSON.
+        schema: schema of the model that would answer.
+        text: the prompt; None if the prompt is `messages`.
+        messages: JSON of the messages; None if the prompt is `text`.
         timeout: seconds; None: no limit.
 
     Raises:
-        RequestError: there is no model that tells them.
-        QuireClientError: it refused the prompt.
+        RequestError: no model of the server makes token ids for this model.
+        QuireClientError: the tokenizer model refused the prompt.
     """
     prompt: str | bytes
     field, name, prompt = "prompt", "text_input", text or ""
@@ -54,7 +54,8 @@ async def token_ids(
 
 
 async def _tokenizer_of(client: AsyncClient, schema: ModelSchema) -> ModelSchema | None:
-    """The part of the model's ensemble that makes token ids, or of an ensemble around the model."""
+    """Returns the tokenizer model among the ensemble's members. If the model is no ensemble, it searches the
+    ensembles that contain it. Returns None if there is none."""
     for step in schema.steps:
         part = await client._schema(step)
         if part.outputs is not None and OUTPUT in part.outputs:
@@ -74,10 +75,10 @@ async def _tokenizer_of(client: AsyncClient, schema: ModelSchema) -> ModelSchema
 
 
 async def text_of(client: AsyncClient, schema: ModelSchema, ids: list[int], **arguments: Any) -> str:
-    """The text of token ids, special tokens included, by a generator that is to add none.
+    """Returns the text of token ids, special tokens included. It asks the generator for 0 further tokens.
 
     Raises:
-        QuireClientError: it has no tokenizer, or the ids are not its vocabulary's.
+        QuireClientError: the generator has no tokenizer, or an id is not in its vocabulary.
     """
     found = await client.generate(
         input_ids=ids,
@@ -92,7 +93,7 @@ async def text_of(client: AsyncClient, schema: ModelSchema, ids: list[int], **ar
 
 
 async def max_model_len(client: AsyncClient, schema: ModelSchema, timeout: float) -> int | None:
-    """Most tokens of prompt and answer together; None where the model does not tell."""
+    """Returns the most tokens that prompt and answer may have together; None if the model does not say."""
     if "cache_control" not in schema.inputs:
         return None
     try:
