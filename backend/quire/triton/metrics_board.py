@@ -199,7 +199,7 @@ class Figure:
         """Sent again now and then: the process before this one of a reloaded model sets it to 0 when it ends,
         which may be later."""
         self.metrics: list[Any] = []
-        """Triton's, once they are made."""
+        """Triton's metric objects for this figure; empty until they are made."""
 
     def send(self) -> None:
         """Sends the value if it has changed; a count that fell (a load that failed takes back what it had
@@ -237,7 +237,7 @@ class Histogram:
         self._sum += value * count
 
     def show(self) -> None:
-        """Gives its figures their values."""
+        """Copies the counts to the figures that are sent."""
         for figure, total in zip(self._buckets, itertools.accumulate(self._counts), strict=True):
             figure.value = total
         self._count.value = self._buckets[-1].value
@@ -255,7 +255,7 @@ class Observations:
         self.observe = self._values.append
 
     def send(self, pb_utils: Any) -> None:
-        """One call for each value."""
+        """Sends each waiting value to Triton, in one call per value."""
         if self._metric is None:
             kind = pb_utils.MetricFamily
             about = OBSERVATIONS[self._name]
@@ -266,7 +266,7 @@ class Observations:
 
 
 class MetricsBoard(threading.Thread):
-    """Has a process's figures, and sends them.
+    """Holds all metrics of a process and sends them to Triton.
 
     Figures may be added at any time, by one thread. Until `start`, and where the server has no metrics,
     nothing is sent.
@@ -302,7 +302,7 @@ class MetricsBoard(threading.Thread):
         return self._histograms[-1]
 
     def observations(self, name: str, buckets: Sequence[float], **labels: str) -> Observations:
-        """A histogram of Triton's own, with an entry in OBSERVATIONS."""
+        """Creates a histogram of Triton's own type. OBSERVATIONS must list `name` with its description."""
         self._observations.append(Observations(name, buckets, labels))
         return self._observations[-1]
 
@@ -311,7 +311,7 @@ class MetricsBoard(threading.Thread):
         return self._figures[-1]
 
     def touch(self) -> None:
-        """Figures have changed, or new ones are there: they are sent soon."""
+        """Wakes the thread, which soon sends changed and new figures."""
         if not self._changed.is_set():
             self._changed.set()
 
@@ -378,7 +378,7 @@ class MetricsBoard(threading.Thread):
 
 
 def known(name: str, names: set[str], most: int) -> str:
-    """A label's value: the name, which joins `names`, or `other` where there are `most` of them."""
+    """Returns a label value: `name`, which is added to `names`, or `other` if `names` already has `most`."""
     if name not in names and len(names) >= most:
         return OTHER
     names.add(name)

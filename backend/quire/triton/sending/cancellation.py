@@ -17,7 +17,7 @@ from quire.triton.sending.pacing import SENDS_PER_PASS
 logger = logging.getLogger("quire")
 
 CANCEL_POLL_S = 0.1
-"""Shortest time between two questions whether the client of a request has gone."""
+"""Shortest time between two polls of a request, in seconds."""
 MAX_POLL_S = 0.25
 """Longest time between two polls of a request whose steps are long."""
 MAX_POLL_SHARE = 0.02
@@ -28,9 +28,9 @@ class CancellationPolls:
     """Polls each open request once per period, and ends those whose clients have gone.
 
     Args:
-        requests: what is open.
-        ends: ends what is cancelled.
-        engine: told of what is cancelled.
+        requests: the open requests; their number sets the poll period.
+        ends: ends the cancelled requests.
+        engine: aborts the cancelled requests.
     """
 
     def __init__(self, requests: OpenRequests, ends: Ends, engine: EngineClient) -> None:
@@ -41,17 +41,17 @@ class CancellationPolls:
 
     @property
     def next_event(self) -> float:
-        """Time at which `run` is to be called; inf: nothing is polled."""
+        """Time at which `run` must be called next; infinity if no request is polled."""
         return self._queue[0][0] if self._queue else math.inf
 
     def add(self, handle: RequestHandle, now: float) -> None:
-        """Polls a request from here on, until its end."""
+        """Starts polling a request. Polling stops when the request ends."""
         self._push(handle, now + CANCEL_POLL_S)
 
     def run(self) -> list[RequestHandle]:
-        """Asks Triton about the requests that are due, oldest question first; returns those that go on.
+        """Polls the requests that are due, the longest due first. Returns those not cancelled.
 
-        Where steps are longer than the period, once per step is enough: no block is freed within one.
+        A request is polled at most once per engine step: blocks are freed only between steps.
         """
         if not self._queue:
             return []
@@ -79,7 +79,7 @@ class CancellationPolls:
         return alive
 
     def _cancel(self, handles: list[RequestHandle]) -> None:
-        """Ends requests whose clients have gone. To vllm_backend's users the log says so in its words."""
+        """Ends requests whose clients have gone. Logs vllm_backend's messages for requests in its format."""
         told = [handle for handle in handles if handle.parsed.form == "vllm"]
         for handle in told:
             logger.info("[vllm] Cancelling the request", extra=handle.log_fields)

@@ -1,7 +1,7 @@
-"""Ends: how requests end, other than by a last response that Triton takes.
+"""Ends: closes requests, sends their errors and retries final responses that could not be sent.
 
-A send may fail. A request that lost a delta ends with an error, and an end that failed is tried again from
-the responder's loop, beside everything else that is due, until Triton takes it.
+A request whose delta could not be sent ends with an error. The responder's loop retries a final response that
+could not be sent; END_PAUSES_S limits the number of tries.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from quire_ensemble.shared_memory import END_PAUSES_S
 logger = logging.getLogger("quire")
 
 CAREFUL_S = 10.0
-"""How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
+"""Seconds after a failed send in which room is checked before every FINAL (see `RequestHandle`)."""
 
 
 class Ends:
-    """Ends requests by errors, tries again what Triton did not take, and tells observers of each end once.
+    """Ends requests with errors and retries final responses. Reports the end of each request once.
 
     Args:
-        requests: what is open; a request leaves it here.
-        queue: loses the choices of what ends.
-        engine: told of requests that end here first.
+        requests: the open requests; a request that ends is removed.
+        queue: the send queue; the choices of a request that ends are removed.
+        engine: aborts requests that it has not finished.
         model: name of the Triton model, for observers.
-        observers: told of the end of each request.
+        observers: get a RequestEnded for each request.
     """
 
     def __init__(
@@ -52,26 +52,25 @@ class Ends:
         self._model, self._observers = model, observers
         self._careful_until = 0.0
         self._failed: list[tuple[float, str, int, RequestHandle]] = []
-        """A heap of the ends that failed: when to try again, the request's id, how often that has failed, and
-        its handle."""
+        """Heap of final responses to retry: time of the next try, request id, failed retries, handle."""
 
     @property
     def is_careful(self) -> bool:
-        """Whether a send has failed of late."""
+        """Whether a send has failed in the last CAREFUL_S seconds."""
         return time.monotonic() < self._careful_until
 
     @property
     def next_event(self) -> float:
-        """Time at which `retry` is to be called; inf: no end has failed."""
+        """Time at which `retry` must be called next; infinity if there is nothing to retry."""
         return self._failed[0][0] if self._failed else math.inf
 
     def abort(self, handle: RequestHandle, reason: FinishReason) -> None:
-        """Ends in its engines what the request has there. To be called before `fail`, which has its ids
-        forgotten."""
+        """Aborts the request's prompts in its engines. Call it before `fail`, which makes the engine client
+        forget their ids."""
         self._engine.abort([processor.request_id for processor in handle.processors], reason)
 
     def abort_others(self, handle: RequestHandle) -> None:
-        """Ends the prompts beside one that has failed in the engine: the request fails with it."""
+        """Aborts all prompts of a request with several, because one of them has failed in the engine."""
         if len(handle.processors) > 1:
             self.abort(handle, FinishReason.ERROR)
 
@@ -83,7 +82,7 @@ class Ends:
         *,
         reason: FinishReason = FinishReason.ERROR,
     ) -> None:
-        """Ends the request, with all its choices, by an error; observers hear the reason."""
+        """Ends the request and all its choices with an error. Reports the reason to the observers."""
         self._remove(handle)
         try:
             handle.send_error(message, code, careful=self.is_careful)
@@ -92,14 +91,14 @@ class Ends:
         self._report(handle, reason.value, code)
 
     def fail_output(self, handle: RequestHandle, error: Exception) -> None:
-        """Ends a request of which an output cannot be made into text or a response."""
+        """Ends a request whose output could not be converted to text or to a response."""
         logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.log_fields)
         self.abort(handle, FinishReason.ERROR)
         self.fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
 
     def fail_send(self, handle: RequestHandle, error: Exception) -> None:
-        """Ends a request of which a response was not delivered, here and in the engine; where the response
-        was its end, that is tried again."""
+        """Handles a response that could not be sent. Schedules a retry if it was the final one. Otherwise
+        aborts the request in the engine and ends it with an error."""
         now = time.monotonic()
         self._careful_until = now + CAREFUL_S
         logger.error("frontend: a response could not be sent: %s", error, extra=handle.log_fields)
@@ -110,13 +109,14 @@ class Ends:
             self.fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
 
     def flush(self, handle: RequestHandle, reason: FinishReason, popped: RequestOutput | None = None) -> None:
-        """Ends each choice of a stream that has begun by a data response, as an error is about to end all.
+        """Sends a last data response for each open choice of a stream, before an error ends the request.
 
-        It has what was generated and the finish reason: an error of Triton has neither, and where data came
-        before it, a BLS caller of the 24.10 server never sees it. What has not begun is told by the error.
+        The response has the generated tokens and the finish reason, which a Triton error cannot carry. A BLS
+        caller of the 24.10 server does not see an error that follows data. Does nothing if no response of the
+        request was sent.
 
         Args:
-            popped: what `pop_output` gave of one choice.
+            popped: an output that `pop_output` has already returned for one choice, if any.
         """
         if not (handle.parsed.stream and handle.last_sent):
             return
@@ -133,15 +133,15 @@ class Ends:
             logger.error("frontend: a request could not be told its end: %s", error, extra=handle.log_fields)
 
     def close(self, handle: RequestHandle) -> None:
-        """Takes leave of a request whose last response was sent."""
+        """Removes a request whose last response was sent, and reports its end."""
         self._remove(handle)
         self._report(handle, handle.finish_reason)
 
     def retry(self, *, final: bool = False) -> None:
-        """Tries again what is due, oldest first, and as little at a time as is sent in a pass.
+        """Retries the final responses that are due, oldest first, at most SENDS_PER_PASS of them.
 
         Args:
-            final: the thread ends: all are tried, once and for the last time.
+            final: retries all of them a last time, whether due or not, because the thread ends.
         """
         now = time.monotonic()
         tries = 0
@@ -161,14 +161,14 @@ class Ends:
                     handle.abandon()
 
     def _remove(self, handle: RequestHandle) -> None:
-        """Nothing more is to be sent of the request but, maybe, an end that failed."""
+        """Removes the request from all tables. Only a final response that failed may still be sent for it."""
         for processor in handle.processors:
             self._engine.forget(processor.request_id)
         self._requests.remove(handle)
         self._queue.remove(handle)
 
     def _report(self, handle: RequestHandle, reason: str, error_code: str = "") -> None:
-        """Tells the observers of a request's end, once."""
+        """Reports a request's end to the observers, unless it was reported before."""
         if handle.is_reported or not self._observers:
             return
         handle.is_reported = True
@@ -181,7 +181,7 @@ class Ends:
 
 
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:
-    """Makes the observers' record of a request that ends now."""
+    """Returns the record of a request that ends now, with its times and token counts, for the observers."""
     parsed = handle.parsed
     choices = [choice for processor in handle.processors for choice in processor.choices]
     now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Generation: a prompt that the engine is to answer, and all that another engine needs to go on with it."""
+"""Generation: a prompt sent to an engine, with the state that another engine needs to resume it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_CRASHES_ALONE = 2
 
 @dataclass(slots=True)
 class Generation:
-    """One prompt of a request. It outlives engines: what has come of it is in its processor."""
+    """One prompt of a request. It outlives engines: its processor keeps the generated tokens."""
 
     handle: RequestHandle
     processor: RequestProcessor
     message: AddRequest
     """Message to the first engine. The memory of its embeddings stays open as long as the request does."""
     recording: Recording | None = None
-    """Notes what engines say of the request."""
+    """Records the engines' outputs for the result cache; None if they are not kept."""
     num_deaths: int = 0
     """Engines that died and had it, since it last was no suspect (`core/probation.py`)."""
     num_crashes_alone: int = 0
@@ -32,18 +32,19 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether no engine is to go on with it: it has ended, or comes from the result cache."""
+        """Whether no engine must resume the prompt: it has ended, or is answered from the result cache."""
         return self.processor.finished or self.handle.is_replay or not self.handle.is_open
 
     def record_crash(self, suspects: InFlightSuspects) -> bool:
-        """An engine that had it died; whether that, and the death before, was of nothing else."""
+        """Counts a death of the prompt's engine. Returns whether the prompt was the only suspect at
+        MAX_CRASHES_ALONE deaths in a row."""
         is_suspect = self.message.request_id in suspects.request_ids
         self.num_deaths = self.num_deaths + 1 if is_suspect else 1
         self.num_crashes_alone = self.num_crashes_alone + 1 if is_suspect and suspects.is_alone else 0
         return self.num_crashes_alone == MAX_CRASHES_ALONE
 
     def next_message(self) -> AddRequest:
-        """Returns the message with which the next engine goes on to the tokens that would have followed.
+        """Returns the message with which the next engine resumes the prompt. The same tokens follow.
 
         Random draws depend on the seed and the token's position. A beam search has sent nothing, so it begins
         anew, as does a prompt that has no token yet.

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests and commands of one frontend whose end is not sent."""
+"""OpenRequests: the requests and commands of one frontend that have not ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.triton.sending.generation import Generation
 
 
 class OpenRequests:
-    """Table of what is open, by id. Only `Ends` removes from it.
+    """Table of the open requests and commands, by id. Only `Ends` removes entries.
 
     Args:
         tokenizer: transformers tokenizer for detokenization, or None.
@@ -26,19 +26,18 @@ class OpenRequests:
         self.handles: dict[str, RequestHandle] = {}
         """Requests and commands, oldest first."""
         self.generations: dict[str, Generation] = {}
-        """Prompts of the requests among them, by the id that the engine knows, oldest first."""
+        """Prompts of the open requests, by their id in the engine, oldest first."""
 
     def add(self, handle: RequestHandle) -> None:
         self.handles[handle.request_id] = handle
 
     def add_prompts(self, handle: RequestHandle, now: float) -> list[AddRequest]:
-        """Gives a request a processor for each of its prompts; returns the messages that have the engine
-        answer them."""
+        """Creates a processor for each prompt of a request. Returns one message per prompt for the engine."""
         parsed = handle.parsed
         handle.decoder = self._decoder
         messages = []
         for item, prompt in enumerate([parsed, *parsed.others]):
-            # The first has the id of the request, so that one prompt is as good as none beside it.
+            # The first prompt has the request's id; further prompts have a suffix.
             request_id = f"{handle.request_id}.{item}" if item else handle.request_id
             processor = RequestProcessor(
                 request_id,

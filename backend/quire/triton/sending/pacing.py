@@ -1,10 +1,10 @@
-"""Pace: how often a stream is sent to, so that responses do not take what tokens are computed with.
+"""Pace: how often a stream gets a response, so that sending leaves the CPU to the engine.
 
 A response is a round trip to the server, whatever it holds. Two things bound how many there can be: the one
 thread of a frontend that sends them, and, where the engine computes on the CPU, the cores that it shares with
-the frontend, the server and often the client. From what responses have cost of late and the number of streams
-follows the shortest time between two responses of a stream; what comes in between is merged. One stream
-alone, or few slow ones, come out as one response per token.
+the frontend, the server and often the client. The recent
+cost of a response and the number of streams give the shortest time between two responses of a stream. Tokens
+that arrive in between are merged. One stream alone, or a few slow ones, get one response per token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PATH_FACTOR = 3.0
 MAX_INTERVAL_S = 0.25
 """Longest pause of a stream that has something to send."""
 MAX_PERIOD_S = 0.1
-"""Longest time between two steps that is waited for the next one's tokens."""
+"""Cap on a measured time between two steps, in seconds."""
 _MEMORY = 0.98
-"""Share of a measurement's weight that is left after the next measurement."""
+"""Factor by which each new measurement reduces the weight of the earlier ones."""
 
 
 class Pace:
@@ -42,23 +42,23 @@ class Pace:
         self._num_responses, self._seconds, self._cpu_seconds = 1.0, 1.5e-4, 1e-4
         self._last_step = 0.0
         self.period_s = 0.0
-        """About the time between the outputs of two steps."""
+        """Running average of the time between the outputs of two steps, in seconds."""
 
     def charge(self, num_responses: int, seconds: float, cpu_seconds: float) -> None:
-        """Takes in what `num_responses` took of the sending thread's time, by the clock and of CPU."""
+        """Adds a measurement: `num_responses` took the sending thread this much wall-clock and CPU time."""
         self._num_responses = _MEMORY * self._num_responses + num_responses
         self._seconds = _MEMORY * self._seconds + seconds
         self._cpu_seconds = _MEMORY * self._cpu_seconds + cpu_seconds
 
     def step(self, now: float) -> None:
-        """Outputs of a step have come."""
+        """Updates `period_s` when the outputs of a step arrive."""
         self.period_s += (1 - _MEMORY) * (min(now - self._last_step, MAX_PERIOD_S) - self.period_s)
         self._last_step = now
 
     def interval_s(self, num_streams: int) -> float:
-        """Shortest time between two responses of each of `num_streams` streams.
+        """Returns the shortest time between two responses of one stream, in seconds, with `num_streams` open.
 
-        Half a step less than their share comes to: tokens come with steps, and responses with tokens.
+        Half a step is subtracted, because a response can only be sent when a step brings tokens.
         """
         if num_streams <= 1:
             return 0.0

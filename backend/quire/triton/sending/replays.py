@@ -16,10 +16,10 @@ from quire.triton.sending.pacing import SENDS_PER_PASS
 
 
 class Replays:
-    """Plays the outputs of cached results as an engine would bring them, a response's worth at a time.
+    """Replays the outputs of cached results, one response at a time, as if an engine computed them.
 
     Args:
-        requests: what is open; the replay of a request that is not ends.
+        requests: the open requests; a replay stops when its request has ended.
     """
 
     def __init__(self, requests: OpenRequests) -> None:

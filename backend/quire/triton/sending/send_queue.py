@@ -19,16 +19,16 @@ URGENT = 0.0
 
 
 class SendQueue:
-    """Choices by the time at which they are due.
+    """Choices that have something to send, with the time at which each is due.
 
     Args:
-        pace: decides how often a stream is sent to, where its request does not.
+        pace: sets the interval between a stream's responses if the request does not.
     """
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self._streams: set[OutputProcessor] = set()
-        """Choices that have been sent something and go on."""
+        """Choices that have sent a response and have not sent their last."""
         self._due: dict[OutputProcessor, tuple[float, RequestHandle]] = {}
         self.marked = self._due.keys()
         """View of the choices that are marked."""
@@ -39,7 +39,7 @@ class SendQueue:
 
     @property
     def next_event(self) -> float:
-        """Time at which `is_due` is to be asked again; inf: not before something is marked."""
+        """Time at which `is_due` must be called next; infinity until a choice is marked."""
         # What is due while no step ends may come with the next one's tokens.
         return self._next_due + (self.pace.period_s if self._next_due > self._last_look else 0.0)
 
@@ -49,8 +49,8 @@ class SendQueue:
         return now >= self._next_due
 
     def mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
-        """Enters a choice that has got tokens or has ended; of ranked choices the best ones, once all have
-        ended."""
+        """Adds a choice that got tokens or has ended. For ranked choices, adds the best ones, which are
+        due at once."""
         parsed = handle.parsed
         processor = handle.processors[choice.item]
         if processor.num_best:
@@ -84,7 +84,7 @@ class SendQueue:
         return self._due[choice][1] if choice in self._due else None
 
     def pop(self, choice: OutputProcessor) -> RequestHandle | None:
-        """Takes a choice out and returns its request; None: it was not marked."""
+        """Removes a choice and returns its request; None if the choice was not marked."""
         return self._due.pop(choice, (0.0, None))[1]
 
     def on_pass_done(self) -> None:
@@ -92,7 +92,7 @@ class SendQueue:
         self._next_due = min((due for due, _ in self._due.values()), default=math.inf)
 
     def on_sent(self, choice: OutputProcessor, *, is_last: bool) -> None:
-        """Counts a choice that was sent something among the streams, until its last response."""
+        """Counts a choice as a stream after each response but its last."""
         if is_last:
             self._streams.discard(choice)
         else:

@@ -17,14 +17,14 @@ from quire.triton.sending.send_queue import SendQueue
 
 
 class Sender:
-    """Makes responses of the queue's choices and sends them; ends requests whose last response was sent.
+    """Makes and sends responses for the choices that are due. Closes requests whose last response was sent.
 
     Args:
-        queue: says what is due.
-        ends: ends requests of which a response cannot be made or sent.
-        engine: asked what it is (`info`) when a result is kept.
-        meter: told of the responses of streams.
-        results: keeps what the engine answers; None: nothing does.
+        queue: the choices that have something to send.
+        ends: ends requests whose response cannot be made or sent.
+        engine: its `info` is stored with a cached result.
+        meter: measures the responses of streams; None: nothing is measured.
+        results: the result cache; None: results are not cached.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Sender:
             self._queue.pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
 
     def _send_made(self, made: dict[RequestHandle, tuple[OutputProcessor, RequestOutput, Response]]) -> int:
-        """Sends and forgets what was made of one choice of each request; returns how many these are.
+        """Sends the responses in `made` and empties it. Returns the number of responses.
 
-        A send waits for the server, and an engine on the same cores takes the caches meanwhile: making all of
-        them first runs the same code many times while it is there.
+        All are made before any is sent: a send waits for the server, and meanwhile an engine on the same
+        cores evicts this code from the CPU caches.
         """
         count = len(made)
         for handle, (choice, output, response) in made.items():
@@ -85,7 +85,7 @@ class Sender:
         choice: OutputProcessor | None = None,
         response: Response | None = None,
     ) -> None:
-        """Sends what `pop_output` gave, or the answer to a command.
+        """Sends an output that `pop_output` returned, or the answer to a command.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
