@@ -31,20 +31,20 @@ MAX_COMPILE_S = 0.5
 TRIED_STEPS = 4
 """Steps in which a grammar shows whether it has more alternatives at a time than a step may have."""
 MAX_WAIT_S = 10.0
-"""Longest wait for an answer, on a machine of which there is little left."""
+"""Longest wait for an answer, in seconds. A busy machine needs more than MAX_COMPILE_S."""
 START_S = 60.0
 MAX_MEMORY = 2**30
-"""Bytes that a grammar may take beside the vocabulary."""
+"""Memory that compiling a grammar may use, in bytes, not counting the vocabulary."""
 MAX_VERDICTS = 64
-"""Grammars that are remembered."""
+"""Number of grammars whose results are remembered."""
 
 
 class GrammarChecker:
-    """Refuses what cannot be compiled within its bounds. For several threads, which wait for each other.
+    """Refuses grammars that cannot be compiled within its limits. Threads that share it check in turn.
 
     Args:
-        directory: of the tokenizer.
-        vocab_size: of the model.
+        directory: directory of the tokenizer.
+        vocab_size: vocabulary size of the model.
     """
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
@@ -54,12 +54,17 @@ class GrammarChecker:
         self._verdicts: OrderedDict[StructuredOutput, str] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the process, for which the first grammar would wait; where it cannot, that one says why."""
+        """Starts the process early. If that fails, the first `check` reports the failure."""
         with self._lock, contextlib.suppress(UnavailableError):
             self._start()
 
     def check(self, structured: StructuredOutput) -> None:
-        """Raises InvalidArgumentError with the reason, UnavailableError where the process cannot start."""
+        """Checks a client's grammar in the process, and remembers the answer.
+
+        Raises:
+            InvalidArgumentError: the grammar cannot be compiled within the limits; it has the reason.
+            UnavailableError: the process cannot start, was killed or did not answer in time.
+        """
         with self._lock:
             reason = self._verdicts.get(structured)
             if reason is None:
@@ -76,7 +81,7 @@ class GrammarChecker:
             self._end()
 
     def _start(self) -> str:
-        """Starts the process; what it says of itself, empty where it can check grammars."""
+        """Starts the process. Returns why it cannot check grammars; empty if it can."""
         self._end()
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
