@@ -276,7 +276,10 @@ def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool)
 
 
 def without_empty_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of messages in which an empty list of calls is none: templates ask whether there is a list."""
+    """Returns copies of messages without `tool_calls` keys that are empty lists.
+
+    Chat templates test only whether the key exists, so an empty list would look like a call.
+    """
     return [
         {key: value for key, value in message.items() if (key, value) != ("tool_calls", [])}
         for message in messages
