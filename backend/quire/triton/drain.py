@@ -16,7 +16,7 @@ from collections.abc import Callable
 logger = logging.getLogger("quire")
 
 LOOK_S = 0.5
-"""Time between two questions, which are asked while requests are open."""
+"""Seconds between two checks whether the model is being unloaded, made while requests are open."""
 ANSWER_S = 2.0
 """A server that says nothing for so long has not answered."""
 SEARCH_S, MAX_SEARCH_S = 0.1, 5.0
@@ -41,11 +41,11 @@ class Drain:
 
     @property
     def is_on(self) -> bool:
-        """Whether the model is to go: nothing new is taken."""
+        """Whether the model is being unloaded, so that no new requests are accepted."""
         return self._ends_at is not None
 
     def is_over(self, now: float) -> bool:
-        """Whether what is open must end now."""
+        """Whether the time limit for the open requests has passed."""
         if now >= self.next_look:
             self.next_look = now + LOOK_S
             match self._is_wanted():
@@ -76,7 +76,7 @@ class ServerAnswer(threading.Thread):
         super().__init__(name="quire-drain", daemon=True)
         self._path, self._server_pid = f"/v2/models/{model}/versions/{version}", server_pid
         self._address: tuple[str, int] | None = None
-        """Where the server has said yes."""
+        """Host and port at which the server has confirmed that it has the model; None: not found yet."""
         self._pause_s, self._next_search = SEARCH_S, 0.0
         """Seconds to pause behind the next search for the server's port, and when that search is due
         (CLOCK_MONOTONIC seconds)."""

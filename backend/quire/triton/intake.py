@@ -83,13 +83,13 @@ class Intake:
             thread.start()
 
     def check_room(self) -> None:
-        """Raises UnavailableError where too many requests wait for one more to be copied."""
+        """Raises UnavailableError if the maximum number of requests is waiting already."""
         num_waiting = sum(lane.qsize() for lane in {*self._lanes})
         if num_waiting + sum(map(len, self._cancels.copy().values())) >= self._max_requests:
             raise UnavailableError(f"the queue is full: {self._max_requests} requests wait to be parsed")
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
-        """Enqueues; raises UnavailableError where too much text waits already."""
+        """Enqueues a request. Raises UnavailableError if too much text is waiting already."""
         with self._lock:
             if self._num_bytes and self._num_bytes + raw.num_bytes > self._max_bytes:
                 raise UnavailableError(
@@ -109,7 +109,7 @@ class Intake:
         return self._long if raw.num_bytes > LONG_BYTES else self._short
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the threads after what they have in hand; waits `timeout_s` for all of them."""
+        """Ends the threads after their current requests. Waits up to `timeout_s` seconds for all of them."""
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.put(None)

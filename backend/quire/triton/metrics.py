@@ -129,7 +129,7 @@ class RequestMetrics:
         return self._ends[key]
 
     def _of_account(self, tenant: str, adapter: str) -> list[Figure]:
-        """Counters of input, cached, output and reasoning tokens."""
+        """Returns the counters of input, cached, output and reasoning tokens for a tenant and adapter."""
         if tenant and tenant not in self._named:
             tenant = known(tenant, self._tenants, MAX_TENANTS)
         if adapter:
@@ -244,7 +244,7 @@ class EngineMetrics:
         board.touch()
 
     def close(self) -> None:
-        """After the board's end: another frontend may show the engine's figures now."""
+        """Lets another frontend show the engine's metrics. Call it after the board has stopped."""
         self._lock.close()
 
     def _add_figures(self) -> None:

@@ -16,9 +16,9 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    """Ours, unique among all frontends."""
+    """Request id that the frontend made, unique among all frontends."""
     external_id: str
-    """The client's; empty: none was given."""
+    """Request id that the client gave; empty if it gave none."""
     model: str
     tenant: str = ""
     adapter: str = ""
@@ -50,13 +50,13 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     num_reasoning_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    """Tokens that were tried before they were known."""
+    """Draft tokens that speculative decoding tried for the request."""
     num_accepted_drafts: int = 0
-    """How many of them were right."""
+    """Draft tokens that were accepted."""
     num_continuations: int = 0
-    """Engines that died and had it."""
+    """Number of engines that died while they had the request."""
     paused_s: float = 0.0
-    """Seconds from these deaths to the next token each, or to its end."""
+    """Seconds in which the request was paused because its engine had died."""
     result_cached: bool | None = None
     """Whether its result came from the result cache; None: it was not looked up."""
     finish_reason: str
@@ -67,13 +67,16 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     is_chat: bool = False
     """Whether its prompt was chat messages."""
     caller_trace: dict[str, str] = {}
-    """W3C trace context of who sent it; empty: none was given, or nobody traces here."""
+    """W3C trace context from the client; empty if it sent none or tracing is off."""
     server_trace: dict[str, str] = {}
-    """Likewise of Triton's own span of it."""
+    """W3C trace context of Triton's span for the request; empty if there is none."""
 
 
 class RequestObserver(Protocol):
-    """Told on the responder's thread, between two sends: it must be quick, and what it raises is logged."""
+    """Receives a record of each ended request.
+
+    Called on the responder's thread between two sends, so it must be quick. Exceptions are logged.
+    """
 
     def ended(self, record: RequestEnded) -> None:
         """Called exactly once for each request that came to the model, when its end is decided and, unless
@@ -81,10 +84,10 @@ class RequestObserver(Protocol):
 
 
 class StreamMeter(Protocol):
-    """Told of streams' responses with tokens, on the responder's thread: it must be very quick."""
+    """Measures stream responses that have tokens. It must be quick: the responder's thread calls it."""
 
     def first(self, seconds: float, /) -> None:
-        """A request's first, so long after its arrival."""
+        """Records that a stream's first response was sent `seconds` after the request arrived."""
 
     def interval(self, seconds: float, count: int, /) -> None:
-        """A further one of a choice with `count` tokens, each of which took so long."""
+        """Records a further response of a choice: it has `count` tokens, each of which took `seconds`."""

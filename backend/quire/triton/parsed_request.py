@@ -21,18 +21,18 @@ CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """A request the engine may be given."""
+    """A checked request: its first prompt, its settings and its further prompts."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     external_id: str
     outputs: frozenset[str]
-    """Outputs of every response."""
+    """Names of the output tensors in every response but the last."""
     final_outputs: frozenset[str]
-    """Outputs of the last response."""
+    """Names of the output tensors in the last response."""
     stream: bool = False
     stream_interval: int = 0
-    """Tokens in which a response is due; 0: not by their number."""
+    """Number of tokens per response of a stream; 0: the number does not decide."""
     stream_interval_ms: int = 0
     """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
     load decides (`triton/sending/pacing.py`)."""
@@ -50,7 +50,7 @@ class ParsedRequest:
     hides_logprobs: bool = False
     """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
     cumulative: bool = False
-    """Whether every response repeats what those before it said."""
+    """Whether each response repeats the output of all earlier responses."""
     is_chat: bool = False
     """Whether the prompt was chat messages."""
     num_best: int = 0
@@ -60,11 +60,11 @@ class ParsedRequest:
     skips_empty: bool = False
     """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
     others: list[ParsedRequest] = field(default_factory=list)
-    """The same for prompts 1, 2, ... of a request with several."""
+    """The second and further prompts of a request with several, each as a request of its own."""
     echo: str = ""
     """Prompt text that precedes the output (exclude_input_in_output=false)."""
     is_prompt_alone: bool = False
-    """Whether no token is wanted (max_tokens 0): the one that the engine adds is not told."""
+    """Whether the client wants no tokens (max_tokens 0); the one that the engine generates is not sent."""
     embeds: EmbedsMessage | None = None
     """Points into memory that lives as long as `buffer` is open."""
     buffer: SharedBuffer | DeviceBuffer | None = None

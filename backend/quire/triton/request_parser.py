@@ -530,7 +530,12 @@ def _streams(control: Mapping[str, Any]) -> bool:
 
 
 def _together(rows: list[ParsedRequest]) -> ParsedRequest:
-    """One request of the rows of a batch, which must agree in how they are answered."""
+    """Joins the rows of a Triton batch into one request with several prompts.
+
+    Raises:
+        InvalidArgumentError: the rows differ in a setting that all must share (such as `stream`), a row has
+            several prompts or is a cache command, or the request has too many choices.
+    """
     first, *others = rows
     for other in others:
         for name in ("cancel", "stream", "cumulative", "stream_interval", "stream_interval_ms"):
@@ -562,7 +567,7 @@ def _outputs(
     config: FrontendConfig,
     all_outputs: frozenset[str],
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Outputs of every response, and of the last one.
+    """Returns the names of the outputs of every response, and of those of the last response.
 
     A client that names outputs gets exactly these, each time (a step behind the generator in an ensemble
     fails without its inputs). One that names none is sent all by Triton's rules; then every response
