@@ -48,9 +48,9 @@ class OutputProcessor:
     num_wanted: int = sys.maxsize
     """Pending tokens from which on `append` takes no more, so that its caller looks at them."""
     item: int = 0
-    """Number of the prompt, for a request with several."""
+    """Index of the prompt in its request."""
     answer: Answer | None = None
-    """Parser of the text, where it is an answer to chat messages."""
+    """Parser of an answer to chat messages; None: the text is not parsed."""
     result_index: int | None = None
     """Index of the choice in its responses, where choices are ranked here; None: `index`."""
     num_output_tokens: int = 0
@@ -64,7 +64,7 @@ class OutputProcessor:
     """Seed of the request's draws, known from the first output of choice 0 and to it alone; None: nothing is
     drawn, or it is not known."""
     num_continuations: int = 0
-    """Engines that have died before it ended."""
+    """Number of engines that died before the choice ended."""
     paused_s: float = 0.0
     """Seconds from these deaths to the next token each."""
     paused_at: float = 0.0
@@ -122,7 +122,7 @@ class OutputProcessor:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens that came, a new list."""
+        """All tokens received so far, as a new list."""
         return [*self._taken_ids, *self._token_ids]
 
     def pause(self, now: float) -> None:
@@ -209,7 +209,7 @@ class OutputProcessor:
 
     @property
     def has_wanted(self) -> bool:
-        """Whether there are `num_wanted` tokens to take."""
+        """Whether at least `num_wanted` tokens are pending."""
         return len(self._token_ids) >= self.num_wanted
 
     def _decode(self, *, flush: bool) -> None:
@@ -361,13 +361,13 @@ class RequestProcessor:
 
     @property
     def num_results(self) -> int:
-        """Choices that are told."""
+        """Number of choices in the answer, which is less than those generated if `best_of` ranks them."""
         return self.num_best or len(self.choices)
 
     @property
     def results(self) -> list[OutputProcessor]:
-        """The choices that are told, in their order; where they are ranked none before all have ended. Of
-        equals the one that was drawn first is better."""
+        """The choices in the answer, in order. With `num_best`, none until all have ended, then the best;
+        ties go to the lower index."""
         if not self.num_best:
             return self.choices
         if not self.finished:

@@ -21,13 +21,13 @@ from quire.errors import ConfigError
 logger = logging.getLogger("quire")
 
 LOOKUP_S = 0.05
-"""Longest wait for a Redis."""
+"""Longest wait for an answer from Redis, in seconds."""
 PAUSE_S = 5.0
-"""For how long it is not asked after a failure."""
+"""Seconds for which Redis is not asked after a failure."""
 MAX_PENDING = 64
-"""Entries that wait to be written there; more are dropped."""
+"""Most entries that may wait to be written to Redis. Further ones are dropped."""
 OVERHEAD = 512
-"""Bytes that an entry takes beside its own."""
+"""Memory for an entry beside its value, in bytes."""
 _SUM_BYTES = 16
 
 
@@ -102,7 +102,7 @@ class RedisStore:
             threading.Thread(target=work, name=f"quire-results-{name}", daemon=True).start()
 
     def get(self, key: bytes) -> bytes | None:
-        """The entry, if it comes in time and whole."""
+        """Returns the entry; None if it is missing, damaged or late."""
         if time.monotonic() < self._paused_until:
             return None
         answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

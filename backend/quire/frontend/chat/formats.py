@@ -320,7 +320,7 @@ class Answer:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the text is to be fed token by token, as reasoning may go on or come yet."""
+        """Whether text must be fed token by token, because there may be more reasoning tokens to count."""
         parser = self._parser
         return isinstance(parser, Harmony) or (isinstance(parser, ThinkSplitter) and not parser.is_over)
 
@@ -332,7 +332,7 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to take."""
+        """Whether no content, reasoning or calls are waiting to be popped."""
         return self._sink.is_empty
 
     @property
@@ -346,7 +346,7 @@ class Answer:
             self._parser.feed(text)
 
     def finish(self) -> None:
-        """No more will come."""
+        """Ends the text, and parses what was held back."""
         self._parser.finish()
         self._sink.finish()
 

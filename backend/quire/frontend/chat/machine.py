@@ -16,10 +16,10 @@ class AnswerParser(Protocol):
     """Takes an answer's text, gives its parts to a sink."""
 
     def feed(self, text: str) -> None:
-        """The next piece of the text."""
+        """Parses the next piece of the text."""
 
     def finish(self) -> None:
-        """No more will come."""
+        """Parses the rest, as no more text will come."""
 
 
 class Markers:

@@ -18,7 +18,7 @@ class ToolCallDelta:
     arguments: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """In the form of OpenAI's chat completions."""
+        """Returns the piece as a tool-call delta of OpenAI's chat completions."""
         function: dict[str, Any] = {"arguments": "".join(self.arguments)}
         if not self.id:
             return {"index": self.index, "function": function}
