@@ -23,7 +23,7 @@ from quire_ensemble.errors import VisionError
 
 GRID = "image_grid"
 MAX_TILES = 256
-"""Most tiles of an image."""
+"""Largest number of tiles per image."""
 MAX_PINPOINTS = 1024
 MAX_SIDE = 2**24
 """Pixels of an image's side, in a grid."""
@@ -56,15 +56,15 @@ class VisionConfig(ABC):
 
     @abstractmethod
     def rows(self, t: int, h: int, w: int) -> int:
-        """Rows of `pixel_values` that an image takes; the numbers are its grid."""
+        """Returns the number of `pixel_values` rows for an image with this grid."""
 
     @abstractmethod
     def patches(self, t: int, h: int, w: int) -> int:
-        """Patches that the tower computes for an image."""
+        """Returns the number of patches that the vision tower computes for an image with this grid."""
 
     @abstractmethod
     def tokens(self, t: int, h: int, w: int) -> int:
-        """Rows of embeddings that an image gives."""
+        """Returns the number of embedding rows for an image with this grid."""
 
     @abstractmethod
     def check_image(self, t: int, h: int, w: int) -> None:
@@ -182,15 +182,17 @@ class LlavaConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class AnyresConfig(LlavaConfig):
-    """LLaVA-NeXT and OneVision: an image is scaled to the size of a tile, and to the best of some sizes, of
-    which each tile is a part. A row is a tile; a grid is (tiles, height, width of the original in pixels).
+    """LLaVA-NeXT and OneVision: scales an image twice, to one tile and to the best of the listed sizes.
+
+    The second is cut into tiles. A row is a tile. A grid is (tiles, height, width), with the size of the
+    original image in pixels.
     """
 
     pinpoints: tuple[tuple[int, int], ...]
     """Sizes (height, width) in pixels, multiples of a tile's."""
     max_tiles: int | None
-    """OneVision: rows of larger images are scaled down to those of so many tiles; and of several images in a
-    prompt each is one tile."""
+    """OneVision: most tiles whose embeddings are kept at full size; those of more tiles are scaled down. Each
+    of several images in a prompt is then one tile. None: LLaVA-NeXT, without either rule."""
 
     def rows(self, t: int, h: int, w: int) -> int:
         return t
@@ -223,7 +225,7 @@ class AnyresConfig(LlavaConfig):
         return (short, long) if self._is_tiled(is_alone) else (long, long)
 
     def tiles(self, h: int, w: int) -> tuple[int, int]:
-        """Tiles from top to bottom and from left to right, the one of the whole image apart."""
+        """Returns the number of tiles down and across an image, not counting the tile of the whole image."""
         from transformers.image_processing_utils import select_best_resolution
 
         height, width = select_best_resolution((h, w), list(self.pinpoints))
@@ -540,7 +542,7 @@ def _read_internvl(hf: Any) -> VisionConfig:
 
 
 def _pinpoints(stated: Any, side: int) -> tuple[tuple[int, int], ...]:
-    """`image_grid_pinpoints`; ValueError."""
+    """Returns the checked `image_grid_pinpoints`. Raises ValueError if they are not valid."""
     pairs = [tuple(one) if isinstance(one, list | tuple) else () for one in stated]
     if not 1 <= len(pairs) <= MAX_PINPOINTS:
         raise ValueError(f"image_grid_pinpoints must be 1 to {MAX_PINPOINTS} sizes, got {len(pairs)}")

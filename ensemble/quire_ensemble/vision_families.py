@@ -227,7 +227,7 @@ class QwenVision(VisionFamily):
 
 
 def family_of(config: VisionConfig) -> VisionFamily:
-    """The vision part that a configuration means; raises what `VisionFamily.__init__` does."""
+    """Builds the vision part for a configuration. Raises UnsupportedConfig if it is not supported."""
     families: dict[type[VisionConfig], Callable[[VisionConfig], VisionFamily]] = {
         LlavaConfig: LlavaVision,
         AnyresConfig: LlavaNextVision,
