@@ -52,7 +52,7 @@ class LostStubs:
 
     @property
     def suspects(self) -> list[str]:
-        """Names of those that were waited for at the last look."""
+        """Names of the stubs that the server was waiting for at the last look."""
         return [self._names[pid] for pid in self._since]
 
     def look(self) -> dict[int, str]:

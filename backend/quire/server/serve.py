@@ -73,7 +73,7 @@ LOAD_RETRIES = (0, 8, 8)
 """Further attempts at each model, in a start and in those that follow where it has lost a stub. A first start
 has none: what is wrong with a model is said once, and at once."""
 IDLE_S = 3600.0
-"""Seconds of a wait for signals where nothing else is to be done."""
+"""Longest wait for a signal while there is nothing else to do, in seconds."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
