@@ -32,7 +32,7 @@ _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 MAX_WORD_TOKENS = 4096
-"""Token ids of all words of a list."""
+"""Largest number of token ids in a word list, over all its words."""
 MAX_BIASED_WORDS = 1024
 
 _MOST_ENTRIES = {
@@ -65,13 +65,13 @@ class RawRequest:
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds; deadlines count from here."""
     timeout_us: int = 0
-    """Triton's own timeout; 0: none."""
+    """Triton's request timeout, in microseconds; 0: none."""
     correlation_id: str = ""
     sequence_end: bool = False
     embeds: SharedBuffer | DeviceBuffer | None = None
     """`image_embeds` or `prompt_embeds`, where the request has rows of it."""
     num_bytes: int = 0
-    """Bytes of its texts."""
+    """Size of the request's texts, in bytes."""
 
 
 class RequestReader:
@@ -131,7 +131,7 @@ class RequestReader:
         return raw
 
     def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
-        """Refuses by its number of elements what is no good whatever the elements are."""
+        """Raises InvalidArgumentError if no valid tensor of this name has as many elements, or as few."""
         rows = max(1, array.shape[0]) if self._batched and array.ndim else 1
         if rows > MAX_PROMPTS:
             raise InvalidArgumentError(name, f"a batch of at most {MAX_PROMPTS} is allowed, got {rows}")

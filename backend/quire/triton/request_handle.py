@@ -32,7 +32,7 @@ _MESSAGE_CHARACTERS = 2000
 
 
 class Response(NamedTuple):
-    """A response to be sent."""
+    """A response that is ready to be sent."""
 
     message: Any
     """A `pb_utils.InferenceResponse`."""
@@ -61,7 +61,7 @@ class RequestHandle:
     finish_reason: str = ""
     """Finish reason of the choice that ended last; empty: none has."""
     is_reported: bool = False
-    """Whether observers know of its end."""
+    """Whether the request's end was reported to the observers."""
     parsed: ParsedRequest = field(default_factory=lambda: UNPARSED)
     processors: list[RequestProcessor] = field(default_factory=list)
     """One for each prompt."""
@@ -72,7 +72,7 @@ class RequestHandle:
     so_far: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
     """Whole output of each (item, choice) so far; kept where every response repeats it (`cumulative`)."""
     _first_sent: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Time of the first response of each."""
+    """Time of the first response of each (item, choice), CLOCK_MONOTONIC seconds."""
     step_s: float = 0.0
     """Seconds between the last two responses of a choice; 0 before there were two."""
     decoder: TokenDecoder | None = None
@@ -130,8 +130,8 @@ class RequestHandle:
         """Sends a choice's delta; the last one of the last choice carries FINAL.
 
         Args:
-            response: what `make` made of it, if it did.
-            before_error: an error comes behind it, which carries FINAL.
+            response: what `make` returned for `output`; None: it is made here.
+            before_error: whether an error follows, which carries FINAL.
 
         Returns:
             Seconds since the choice's response before; 0: it is its first.
@@ -228,9 +228,9 @@ class RequestHandle:
         ).encode()
 
     def send_error(self, message: str, code: str, *, careful: bool = False) -> None:
-        """Ends the request with an error; where this raises, `retry_end` goes on.
+        """Ends the request with an error. If this raises, call `retry_end` later.
 
-        All that a client is told is in the message: Triton drops parameters and tensors beside an error.
+        The message holds everything for the client: Triton drops parameters and tensors beside an error.
         """
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         # A message may repeat what a client sent; it must have a UTF-8 form, and a length.
@@ -244,14 +244,14 @@ class RequestHandle:
             self._sender = None
 
     def retry_end(self) -> None:
-        """Sends an error that could not be sent before. Raises where that fails."""
+        """Retries an error that could not be sent before. Raises if that fails again."""
         assert self._sender is not None and self._error is not None, f"{self.request_id}: is not ending"
         ask_for_room(pb_utils, _MESSAGE_CHARACTERS)
         self._sender.send(self._error, flags=_FINAL)
         self._sender = None
 
     def abandon(self) -> None:
-        """Gives the sender back without FINAL, which it does not take."""
+        """Drops the sender without sending FINAL, after all retries have failed."""
         self._sender = None
 
 
@@ -271,7 +271,7 @@ def _in_order(names: frozenset[str]) -> tuple[str, ...]:
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """The output of a prompt that was to have no answer."""
+    """Returns the output without its tokens and text, for a client that asked for max_tokens 0."""
     return replace(
         output,
         text="",

@@ -145,13 +145,17 @@ class RequestParser:
         """Copies a `pb_utils.InferenceRequest`.
 
         Raises:
-            InvalidArgumentError: a text is not UTF-8, or something is larger than any that could be right.
-            UnavailableError: the embeddings of all requests would take more memory than they may.
+            InvalidArgumentError: a text is not UTF-8, or the id or a tensor is larger than any valid one.
+            UnavailableError: the embeddings of all requests would exceed `max_embeds_bytes`.
         """
         return self._reader.read(request)
 
     def parse(self, raw: RawRequest) -> ParsedRequest:
-        """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
+        """Checks a copied request and returns it parsed.
+
+        Raises:
+            InvalidArgumentError: a field is wrong; the message names the field and its limit.
+        """
         if not self.batched:
             return self._parse(raw)
         parts = rows(raw, MAX_PROMPTS if self.decoupled else 1)

@@ -50,15 +50,15 @@ class Responder(threading.Thread):
 
     Args:
         tokenizer: transformers tokenizer for detokenization, or None.
-        engine: the responder's own from here on; closed with it.
+        engine: the engine client; the responder owns it and closes it.
         num_frontends: how many share the engine's cores.
         model: name of the Triton model, for observers.
-        observers: told of the end of each request.
-        max_pause_s: how long a request waits for the next engine; 0: it ends at once.
-        drain: of the model.
-        results: keeps what the engine answers; None: nothing does.
-        meter: told of the responses of streams.
-        on_output: told of each output of the engine that is no error, when its choice has taken it.
+        observers: get a RequestEnded for each request.
+        max_pause_s: longest wait for the next engine, in seconds; 0 ends requests at once.
+        drain: notices that the model is being unloaded.
+        results: the result cache; None: results are not cached.
+        meter: measures the responses of streams; None: nothing is measured.
+        on_output: called for each engine output without an error, after its choice has processed it.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Responder(threading.Thread):
     # Called from other threads: they only enqueue.
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
-        """A parsed request; the handle belongs to the responder from here on."""
+        """Takes over a parsed request. From now on only the responder uses the handle."""
         self._post(lambda: self._submit(handle, parsed), handle)
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
-        """A request that is wrong; ends it."""
+        """Ends an invalid request with its error."""
         self._post(lambda: self._ends.fail(handle, str(error), error.code), handle)
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class Responder(threading.Thread):
         self.engine.close()
 
     def _guard(self, action: Callable[[], None], handle: RequestHandle | None = None) -> None:
-        """One request's failure must not end the thread that serves all of them."""
+        """Runs an action and logs its exceptions: one request's failure must not end the thread."""
         try:
             action()
         except Exception:

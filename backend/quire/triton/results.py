@@ -29,7 +29,7 @@ class ChoiceResult(msgspec.Struct, array_like=True):
     embedding: bytes = b""
 
     def is_sound(self, vocab_size: int) -> bool:
-        """Whether an engine may have said it; entries may come from anywhere."""
+        """Whether an engine could have produced this result. Cache entries are not trusted."""
         entries = [*(self.logprobs or ()), *(one for one in self.prompt_logprobs or () if one is not None)]
         return (
             self.finish_reason in LASTING
@@ -42,7 +42,7 @@ class ChoiceResult(msgspec.Struct, array_like=True):
 
 
 class Results(msgspec.Struct, array_like=True):
-    """An entry."""
+    """The results of one request, as an entry of the result cache."""
 
     version: int
     choices: list[ChoiceResult]
@@ -60,7 +60,7 @@ class Recording:
     choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
 
     def add_output(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
-        """Notes an output, before `choice` has taken it."""
+        """Records an engine output. Call it before `choice` processes the output."""
         if choice.finished:
             return  # what was on its way when a stop string ended it
         place = choice.item, choice.index

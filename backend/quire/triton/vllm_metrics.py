@@ -20,13 +20,14 @@ _NUMBERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def buckets_1_2_5(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
+    """Returns the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `largest`."""
     decades = range(len(str(largest)))
     return tuple(float(m * 10**d) for d in decades for m in (1, 2, 5) if m * 10**d <= largest)
 
 
 class VllmBackendMetrics:
-    """A model's eight families. Called by the responder's thread; the board's thread sends.
+    """The eight metric families of vllm_backend, for one model. The responder's thread updates them; the
+    board's thread sends them.
 
     Args:
         model, version: labels of all.
@@ -47,7 +48,7 @@ class VllmBackendMetrics:
         )
 
     def on_output(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> None:
-        """Called when a choice has taken an output of the engine."""
+        """Updates the metrics after a choice has processed an engine output."""
         now = time.monotonic()
         if output.new_token_ids or output.embedding:  # else it has ended without: in the queue, perhaps
             last, choice.taken_at = choice.taken_at, now
