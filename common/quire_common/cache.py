@@ -71,10 +71,10 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Writes data and behind it its digest, which loaders of shared libraries and of machine code pass over.
+    """Writes data followed by its digest, which loaders of shared libraries and machine code ignore.
 
-    In one step: readers see the old file or the new one, and of several writers the last one wins. False if
-    it cannot be written, which is logged once per folder.
+    The write is atomic: readers see the old file or the new one, and the last writer wins. Returns False if
+    it fails, which is logged once per folder.
     """
     return write(path, sealed(data))
 
@@ -104,8 +104,8 @@ def write(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, so that processes that start together make a thing once; where it cannot be had
-    each one does."""
+    """Holds a lock file, so that only one process at a time does the work. Goes on without the lock if the
+    file cannot be locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

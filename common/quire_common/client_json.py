@@ -10,7 +10,7 @@ from quire_common.errors import InputError
 MAX_BYTES = 2**20
 """Bytes of the longest JSON text of parameters; messages have a limit of their own."""
 MAX_DEPTH = 64
-"""Lists and objects within each other."""
+"""Largest nesting depth of lists and objects."""
 MAX_VALUES = 2**19
 """Lists, objects and keys: each takes up to a hundred times the memory of its characters."""
 
@@ -72,7 +72,7 @@ def decode_utf8(field: str, raw: bytes) -> str:
 
 
 def _children(node: Any) -> list[Any]:
-    """Lists and objects directly in one."""
+    """Returns the lists and objects directly inside a list or object."""
     found = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return [child for child in found if isinstance(child, list | dict)]
 

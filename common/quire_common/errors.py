@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 _SHOWN = 60
-"""Characters of a text that are repeated to the client that sent it."""
+"""Most characters of a client's text that an error message repeats."""
 
 
 class ReportedError(Exception):
@@ -49,7 +49,7 @@ def shown(value: object) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a file's name for something can stand in a message as it is."""
+    """Whether a name that a file gives can be put into a message unchanged."""
     return 0 < len(text) <= 256 and text.isprintable()
 
 

@@ -28,7 +28,7 @@ from quire_common.errors import in_line, is_name, shown
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Letters of `struct` by the numbers of types."""
+"""Format characters of `struct`, by GGUF type number."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
@@ -52,7 +52,7 @@ def part_names(name: str) -> tuple[str, ...]:
 
 
 def first_part(name: str) -> str:
-    """The first of `part_names`, which may be many."""
+    """Returns the first of `part_names`, without building the whole list."""
     stem, count = _split(name)
     return _part(stem, 1, count) if count else name
 
@@ -114,7 +114,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Reads the head, and those of other parts. Nothing is allocated that they are not long enough for.
+        """Reads the heads of all parts. Never allocates more than the files' sizes justify.
 
         Args:
             path: of the file, or of any of its parts.
@@ -220,7 +220,7 @@ class _Head:
         return bytes(self._read[begin : self._at])
 
     def _fill(self, end: int) -> None:
-        """Has the bytes before `end` read."""
+        """Reads the file until the bytes before `end` are in memory."""
         if end <= len(self._read):
             return
         if end > self._size:
@@ -256,7 +256,7 @@ class _Head:
         return np.frombuffer(self._read_bytes(count * struct.calcsize(letter)), letter).tolist()
 
     def _strings(self, count: int) -> list[str]:
-        """The next strings; vocabularies have some 100 000, so it does by hand what `_string` does."""
+        """Reads the next strings. Repeats the code of `_string` for speed: vocabularies have some 100 000."""
         read, at, found = self._read, self._at, []
         for _ in range(count):
             begin = at + _LENGTH.size

@@ -49,13 +49,13 @@ def prefer_huge_pages(memory: torch.Tensor) -> None:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process."""
+    """Returns the resident memory of this process, in bytes."""
     pages = Path("/proc/self/statm").read_text("ascii").split()[1]
     return int(pages) * mmap.PAGESIZE
 
 
 def trim_heap() -> None:
-    """Returns to the system what is free in the C library's heap, as far as that library can."""
+    """Returns the free memory of the C library's heap to the system, where the library supports it."""
     with contextlib.suppress(AttributeError):  # of another than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

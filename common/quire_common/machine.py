@@ -87,7 +87,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> tuple[float, ...]:
-    """Numbers of a small file; "max" is infinite; none without the file."""
+    """Returns the numbers in a small file, with "max" as infinity; empty if there is no file."""
     try:
         words = path.read_text("utf-8").split()
         return tuple(float("inf") if word == "max" else float(word) for word in words)

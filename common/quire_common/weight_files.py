@@ -22,9 +22,9 @@ from safetensors import safe_open
 from quire_common.errors import is_name, is_panic, one_line, shown
 
 Fail = Callable[[str], Exception]
-"""Makes the exception of a complaint, which is one line and names the file."""
+"""Function that makes an exception from a one-line message that names the file."""
 Wanted = Callable[[str], bool]
-"""Whether a tensor of this name is to be read."""
+"""Function that says whether to read the tensor with this name."""
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -108,7 +108,7 @@ class NamedTensor(NamedTuple):
         return content if self.change is None else self.change(content)
 
     def empty(self) -> torch.Tensor:
-        """Memory for its bytes, with an offset."""
+        """Allocates memory for the bytes of a tensor that has an offset."""
         like = self.tensor if self.raw is None else self.raw
         return torch.empty(like.shape, dtype=like.dtype)
 
