@@ -65,7 +65,8 @@ class ImageLimits:
         requests together, at about 20 bytes each.
     max_images: images in one prompt.
     max_request_bytes: encoded size of all images of a request.
-    max_request_pixels: of all images of a request, each before or after scaling, whichever are more.
+    max_request_pixels: pixels of all images of a request, each counted before or after scaling, whichever is
+        larger.
     max_request_patches: patches of all images of a request: rows for the vision encoder.
     """
 
@@ -94,7 +95,7 @@ class EncodedImage:
     size: tuple[int, int]
     """Width and height."""
     field: str
-    """Named in errors."""
+    """Name of the field in errors."""
 
     def decode(self) -> Image:
         """The image, upright, in one of MODES.
@@ -173,7 +174,7 @@ class _BoundedFile(BytesIO):
 
 
 def _open(file: _BoundedFile, max_pixels: int = PILLOW_MAX_PIXELS) -> Any:
-    """Pillow's image, with its pixels still encoded."""
+    """Opens an image with Pillow. Reads its header, but does not decode its pixels."""
     from PIL import Image as pil
 
     field = file.field
@@ -239,7 +240,7 @@ def _check_pixels(width: int, height: int, field: str, limits: ImageLimits) -> N
 
 
 def _encoded_bytes(raw: bytes | str, field: str, limits: ImageLimits) -> bytes:
-    """The bytes of the image file."""
+    """Returns the bytes of the image file, decoded if they come as base64 text."""
     data = raw.encode("utf-8", "replace") if isinstance(raw, str) else raw
     if not data:
         raise InputError(field, "must not be empty")

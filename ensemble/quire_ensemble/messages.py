@@ -46,7 +46,7 @@ class Conversation:
     """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
-    """Whether the template is to begin an answer."""
+    """Whether the template ends the prompt with the start of an answer."""
     continue_final_message: bool = False
     """Whether the answer goes on where the last message ends, which is left open."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def parse_conversation(
 
 
 def _flag(value: Mapping[str, Any], name: str) -> bool | None:
-    """The boolean of an object, None where it has none."""
+    """Returns the boolean `name` of an object; None if it is absent or null."""
     flag = value.get(name)
     if flag is not None and not isinstance(flag, bool):
         raise InputError(FIELD, f"{name} must be true or false, got {kind(flag)}")

@@ -333,7 +333,7 @@ class Tokenizer:
         return is_written(self._try_render_call(json.dumps(arguments)))
 
     def _try_render_call(self, arguments: Any) -> str | None:
-        """Messages with a call and its result; None where the template cannot read them."""
+        """Renders messages with a call and its result. Returns None if the template fails."""
         function = {"name": _TOOL, "arguments": arguments}
         call = {
             "id": "probe0000",
@@ -356,7 +356,7 @@ class Tokenizer:
         return text is None or _TOOL in text
 
     def _try_render(self, content: Any, **kwargs: Any) -> str | None:
-        """A user's message of this content; None where the template cannot read it."""
+        """Renders a user's message with this content. Returns None if the template fails."""
         return self._try_render_all([{"role": "user", "content": content}], **kwargs)
 
     def _try_render_all(self, messages: list[dict[str, Any]], **kwargs: Any) -> str | None:
