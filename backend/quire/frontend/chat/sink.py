@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """A piece of one call; the first piece of each carries the id and the name."""
+    """A piece of one tool call. The first piece of each call has its id and name."""
 
     index: int
     id: str = ""
@@ -32,8 +32,8 @@ class AnswerSink:
     White space between reasoning, content and calls belongs to none of them: it is left out behind reasoning
     and calls, and before a call that comes first.
 
-    A call that has begun is complete when `end_call` was told of it. One whose text turns out to be no call
-    later stays as it is: its pieces cannot be taken back, so `has_all_calls` is false for good.
+    A call is complete after `end_call`. If its text turns out to be invalid before that, the pieces already
+    sent cannot be taken back, so `has_all_calls` stays false.
 
     Args:
         names: of the tools; a call of another is none.
@@ -91,7 +91,7 @@ class AnswerSink:
         return 0 < self._num_begun == self._num_ended
 
     def text(self, piece: str) -> None:
-        """Content."""
+        """Adds a piece of content."""
         if not piece or self.is_closed:
             return
         if self._at_edge:
@@ -106,23 +106,23 @@ class AnswerSink:
         self._content.append(piece)
 
     def raw(self, piece: str) -> None:
-        """Content that may hold markers: what looked like a call and is none."""
+        """Adds text as content that looked like a call but is none. It may hold markers."""
         for marker in self.hidden:
             piece = piece.replace(marker, "")
         self.text(piece)
 
     def reason(self, piece: str) -> None:
-        """Reasoning."""
+        """Adds a piece of reasoning."""
         if piece and not self.is_closed:
             self._reasoning.append(piece)
 
     def edge(self) -> None:
-        """White space that follows is not content."""
+        """Marks a boundary: white space that follows is not content."""
         self._at_edge, self._drops_space = True, True
         self._space.clear()
 
     def begin_call(self, name: str) -> None:
-        """A call; the pieces of its arguments follow."""
+        """Begins a call to the tool `name`. The pieces of its arguments follow."""
         if self.is_closed:
             return
         self.edge()
@@ -140,7 +140,7 @@ class AnswerSink:
         self._calls[-1].arguments.append(piece)
 
     def end_call(self) -> None:
-        """The newest call is complete."""
+        """Marks the newest call as complete."""
         if not self.is_closed:
             self._num_ended += 1
 
@@ -151,7 +151,7 @@ class AnswerSink:
             self._space.clear()
 
     def pop_deltas(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """Content, reasoning and calls since this was last asked; they are forgotten here."""
+        """Returns the content, reasoning and calls added since the last call of this method."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [call.as_json() for call in self._calls]
         self._content, self._reasoning, self._calls = [], [], []

@@ -14,9 +14,9 @@ class ThinkSplitter(TextMachine):
 
     Args:
         sink: gets the reasoning.
-        then: gets what is behind.
-        tags: the two of them.
-        is_open: whether the prompt ends with the opening one.
+        then: the parser of the text after the reasoning.
+        tags: the opening and the closing tag.
+        is_open: whether the prompt ends with the opening tag.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ThinkSplitter(TextMachine):
         return self._close()
 
     def _close(self) -> bool:
-        """All that follows is the other parser's."""
+        """Ends the reasoning. The other parser gets all text that follows."""
         self.is_reasoning, self.is_over = False, True
         self._then.feed(self._rest())
         return False

@@ -35,7 +35,7 @@ class CallForm:
     """Makes the format of arguments of their schema, where they are not written as JSON."""
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Format:
-        """One call."""
+        """Returns the format of one call to the tool `name`."""
         content = {"type": "json_schema", "json_schema": schema}
         if self.arguments is not None:
             content = self.arguments(schema)
@@ -43,7 +43,7 @@ class CallForm:
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def forced(self, tools: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> Format:
-        """One call of these tools, or several."""
+        """Returns the format of one call of these tools, or of several if allowed."""
         calls = {
             "type": "tags_with_separator",
             "tags": [self.tag(name, schema) for name, schema in tools.items()],
@@ -63,29 +63,29 @@ class CallForm:
 
 
 def text(value: str) -> Format:
-    """Just this."""
+    """Returns the format of exactly this text."""
     return {"type": "const_string", "value": value}
 
 
 def sequence(*parts: Format) -> Format:
-    """These behind each other."""
+    """Returns the format of several parts in sequence."""
     kept = [part for part in parts if part != text("")]
     return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
 
 
 def either(*parts: Format) -> Format:
-    """One of these."""
+    """Returns the format that matches any one of the parts."""
     return {"type": "or", "elements": list(parts)}
 
 
 def maybe_thought(open_tag: str, close_tag: str, behind: str = "") -> Format:
-    """Reasoning, or none."""
+    """Returns the format of optional reasoning between its tags."""
     thought = {"type": "tag", "begin": open_tag, "content": {"type": "any_text"}, "end": close_tag}
     return either(text(""), sequence(thought, text(behind)))
 
 
 def format_of(structured: StructuredOutput) -> Format | None:
-    """A grammar as a part of a structural tag; None where it cannot be one."""
+    """Returns a grammar as part of a structural tag; None if it cannot be part of one."""
     if structured.json:
         return {"type": "json_schema", "json_schema": json.loads(structured.json)}
     if structured.json_object:
@@ -98,7 +98,7 @@ def format_of(structured: StructuredOutput) -> Format | None:
 
 
 def structural_tag(form: Format, after: str = "") -> StructuredOutput:
-    """The grammar of a format."""
+    """Returns the structured output that makes an answer follow a format."""
     return StructuredOutput(structural_tag=json.dumps({"format": form}, separators=(",", ":")), after=after)
 
 

@@ -287,7 +287,7 @@ class Glm(TextMachine):
 
 
 class Plain(TextMachine):
-    """No calls: content alone."""
+    """Format of models without calls: all text is content."""
 
     def __init__(self, sink: AnswerSink, tools: Mapping[str, Any]) -> None:
         super().__init__(sink, {})
@@ -300,7 +300,7 @@ class Harmony(TextMachine):
     of the first message, `<|start|>assistant`, is in the prompt.
 
     Args:
-        keeps_reasoning: whether reasoning is told apart; else it is content.
+        keeps_reasoning: whether reasoning is separated from content; if not, it counts as content.
     """
 
     _ENDS = ("<|end|>", "<|call|>", "<|return|>")
