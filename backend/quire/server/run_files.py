@@ -26,8 +26,8 @@ class RunFiles:
     """Files of this run. `shm_prefix` begins the name of each of its regions in /dev/shm; `directory` is its
     own, private and short, because a socket's path has 107 bytes at most.
 
-    `lock_fd` is to be inherited by every process of the run: the lock is free only when the last of them is
-    gone, however it went.
+    Every process of the run must inherit `lock_fd`. The lock becomes free when the last of them has ended,
+    even if it was killed.
     """
 
     def __init__(self) -> None:

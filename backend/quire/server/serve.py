@@ -137,7 +137,7 @@ class ServeConfig:
         return ports if self.openai_port is None else {**ports, "--openai-port": self.openai_port}
 
     def _check_ports(self) -> None:
-        """Raises ConfigError for a port that is stated twice: a held port can be held again."""
+        """Raises ConfigError if two options name the same port, because `bind_port` would bind it twice."""
         owners: dict[int, str] = {}
         for option, port in self.ports.items():
             if port and owners.setdefault(port, option) != option:
@@ -471,7 +471,7 @@ class ServerRun:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _announce(self, ports: Sequence[int]) -> None:
-        """Says where the server is. The port of the gateway is the last one, where there is one."""
+        """Announces the server's addresses. The last of `ports` is the gateway's, if there is one."""
         names = ("http", "grpc", "metrics", "openai")
         urls = {name: self._url(port) for name, port in zip(names, ports, strict=False)}
         click.echo(
@@ -597,8 +597,11 @@ def _is_ready(server: int, address: str, port: int) -> bool:
 
 
 def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
-    """The exit status of a server, which is started again where a start has lost a stub; StubLostError, where
-    the last one has."""
+    """Runs a server and returns its exit status. Starts it again if a start loses a stub.
+
+    Raises:
+        StubLostError: the last start has lost a stub, too.
+    """
     *others, last = LOAD_RETRIES
     for load_retries in others:
         try:
@@ -609,7 +612,7 @@ def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
 
 
 def _ip_address(text: str) -> str:
-    """An IP address, or that of a name: given a name Triton's HTTP listens where nobody reaches it."""
+    """Returns the IP address for an address or host name. Given a name, Triton's HTTP is unreachable."""
     if not text:
         raise click.BadParameter("is empty; 0.0.0.0 is every address of the machine")
     if ":" in text:
