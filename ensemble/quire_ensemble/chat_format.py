@@ -16,12 +16,12 @@ from quire_ensemble.messages import Conversation, check_response_format, check_t
 
 FIELD = "chat_format"
 PROMPT_END = 64
-"""Characters of the prompt that are told: an answer may begin within what it ends with."""
+"""Number of last characters of the prompt that are passed on: they may begin the answer."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How the answer is to be read. `quire_ensemble.messages` has checked what a client said."""
+    """Settings for parsing the answer to chat messages. `quire_ensemble.messages` has checked the input."""
 
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools that may be called, as OpenAI describes them; empty with tool_choice none."""
@@ -47,11 +47,11 @@ class ChatFormat:
 
     @property
     def asks_for_grammar(self) -> bool:
-        """Whether the client says what the answer must be."""
+        """Whether the client requires tool calls or a response format."""
         return self.tool_choice != "auto" or self.response_format is not None
 
     def to_json(self) -> bytes:
-        """The tensor's element; what is as by default is left out."""
+        """Returns the JSON text for the tensor, without fields that have their defaults."""
         default = ChatFormat()
         values = dataclasses.asdict(self)
         stated = {key: value for key, value in values.items() if value != getattr(default, key)}

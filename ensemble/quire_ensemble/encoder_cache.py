@@ -29,11 +29,11 @@ class EncoderCache:
         return len(self._entries)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is stored; that is no use of it."""
+        """Whether the key is stored. Does not count as a use of the entry."""
         return key in self._entries
 
     def get(self, key: str) -> np.ndarray | None:
-        """The stored array (read-only), now the most recently used; None where there is none."""
+        """Returns the stored array (read-only) and marks it as most recently used; None if there is none."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)

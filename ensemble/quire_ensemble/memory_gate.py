@@ -1,4 +1,4 @@
-"""MemoryGate: how much work that takes memory is under way at a time, over all threads."""
+"""MemoryGate: limits how much memory the work of all threads uses at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class MemoryGate:
-    """Lets in, in the order they come, whatever has room beside those that are in."""
+    """Admits threads in the order of arrival, each when enough of the capacity is free."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -18,7 +18,7 @@ class MemoryGate:
 
     @contextmanager
     def hold(self, amount: int) -> Iterator[None]:
-        """Waits until `amount` is free; what exceeds the capacity waits until no one else holds any."""
+        """Waits until `amount` is free and holds it. An amount above the capacity waits until all is free."""
         with self._turn, self._left:
             self._left.wait_for(lambda: not self.used or self.used + amount <= self.capacity)
             self.used += amount

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 SMALL_BYTES = 256 * 1024
-"""Largest response that is sent without the question, where there was room before."""
+"""Largest response, in bytes, that is sent without asking for room, unless a send failed recently."""
 _MARGIN_BYTES = 8 * 1024
 """Most bytes of shared memory that a response needs beside its content."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
@@ -15,7 +15,7 @@ END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
 
 
 def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
-    """Raises where Triton has no shared memory for a response of `num_bytes` bytes.
+    """Raises if Triton has no shared memory for a response of `num_bytes` bytes.
 
     A `send` with FINAL that finds none closes the sender and delivers nothing, and its client waits for ever.
     There is no call for that. This one writes its arguments into the memory that responses go through, and is

@@ -36,15 +36,15 @@ MAX_MEMORY = 2**31
 
 class _Bounds(NamedTuple):
     field: str
-    """To name."""
+    """Name of the input field in errors."""
     max_characters: int
     end: float
-    """When the thread's clock of CPU time says this, it has been too long."""
+    """Value of the thread's CPU clock at which the time limit is reached, in seconds."""
 
 
 _NONE = _Bounds("", sys.maxsize, math.inf)
 _bounds: ContextVar[_Bounds] = ContextVar("bounds", default=_NONE)
-"""Other renderings of the same template have no bound but MAX_MADE."""
+"""Bounds of the current rendering. Outside `bounded`, only MAX_MADE applies."""
 
 
 @contextmanager
@@ -105,7 +105,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def look_at_clock() -> None:
-        """Raises TimeoutError where it is too late."""
+        """Raises TimeoutError if the CPU time limit of `bounded` has passed."""
         if time.thread_time() > _bounds.get().end:
             raise TimeoutError(f"it takes more than {MAX_S:g} s")
 
@@ -136,7 +136,7 @@ def _own_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 def _num_made(operator: str, left: Any, right: Any) -> int:
-    """Characters, entries or bits, about."""
+    """Returns about how many characters, entries or bits an operator's result has."""
 
     def size(value: Any) -> int:
         if isinstance(value, int):
@@ -170,7 +170,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Does as transformers' filter of this name."""
+    """Replaces transformers' `tojson` filter, with the same result."""
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -37,7 +37,7 @@ class EncoderOptions:
     """auto: the GPU of a KIND_GPU instance, else CUDA where it is visible, else cpu."""
     dtype: str = "float32"
     cache_bytes: int = 268435456
-    """Bound of the cached outputs, in main memory, for each instance."""
+    """Most bytes of main memory for cached outputs, for each instance."""
     max_patches: int = 16384
     num_threads: int | None = None
     """Threads on the CPU; unset: half of the cores."""
@@ -75,7 +75,7 @@ class _Image(NamedTuple):
     """An image of a request."""
 
     key: str
-    """The cache's key of its rows."""
+    """Key of the image's output rows in the cache."""
     pixels: np.ndarray
     """float32 [rows of the image, row_size]."""
     grid: np.ndarray
@@ -140,7 +140,7 @@ class VisionEncoderModel(EnsembleModel):
         return [self._respond(job, found, failures) for job in jobs]
 
     def finalize(self) -> None:
-        """The cache is gone; the series stay, as the model may be loaded again and have the same ones."""
+        """Sets the metric of cached bytes to 0. The series stay, because a reloaded model uses the same ones."""
         self._metrics.set_cache_bytes(0)
 
     def _images(self, request: Any) -> list[_Image] | InputError:
