@@ -72,7 +72,7 @@ def check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[
 
 
 def _is_header(key: str) -> bool:
-    """A field of ours with hyphens for underscores is a mistake to be told, and no header."""
+    """Whether a parameter is a forwarded header. Our field names with hyphens are mistakes, not headers."""
     return "-" in key and key.replace("-", "_") not in SPECS
 
 

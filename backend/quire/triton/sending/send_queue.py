@@ -1,4 +1,4 @@
-"""SendQueue: which choices have something to send, and when each of them is to be sent.
+"""SendQueue: the choices that have something to send, and the time at which each is due.
 
 One `send` is a round trip to the server (about 150 us), so deltas are merged where there are many: the first
 token and the end go out at once, anything else when its stream is due (`Pace`, or what the request or the
