@@ -162,7 +162,7 @@ class OutputProcessor:
         """Takes an output of the engine that is no error.
 
         Returns:
-            True when a stop string ended the choice here, so that the engine must be told to abort it.
+            True if a stop string ended the choice here, so that the caller must abort it in the engine.
         """
         if len(output.new_token_ids) > 1 and self._has_stops and not self.params.is_ranked:
             # Of the result cache, or a step with drafts. A stop string may be decided some tokens behind its
@@ -228,7 +228,7 @@ class OutputProcessor:
     def _parse(
         answer: Answer, detokenizer: IncrementalDetokenizer, token_ids: list[int], *, flush: bool
     ) -> None:
-        """Text for the answer's parser; token by token as long as it is to be known which are reasoning."""
+        """Feeds text to the answer's parser, token by token while reasoning tokens must be counted."""
         position = 0
         while position < len(token_ids) and detokenizer.matched_stop is None:
             size = 1 if answer.counts_tokens else len(token_ids) - position

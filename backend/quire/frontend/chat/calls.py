@@ -9,12 +9,12 @@ from quire.frontend.chat.json_reader import JsonReader
 from quire.frontend.chat.sink import AnswerSink
 
 MAX_HELD = 2**20
-"""Most characters of a call that wait for its name, or for the end of arguments written as a string."""
+"""Most characters of a call that are held until its name, or the end of string arguments, is known."""
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class ArgumentsReader:
-    """Arguments of a call whose name is told already: an object, as it is written."""
+    """Reads the arguments of a call whose name is known: a JSON object, passed on as it is written."""
 
     __slots__ = ("_reader", "_sink")
 
@@ -154,7 +154,7 @@ class CallReader:
         return True
 
     def _tell_whole(self) -> bool:
-        """Arguments that are a string or null are told when all of them is there."""
+        """Passes on arguments that are a string or null, once they are complete."""
         if not self._has_arguments:
             return True
         value = json.loads("".join(self._held))

@@ -140,7 +140,7 @@ class ChatParsing:
         return found
 
     def wants(self, chat: ChatFormat) -> bool:
-        """Whether an answer to such messages is to be parsed at all."""
+        """Whether the answer to these chat messages must be parsed."""
         return bool(self.reasoning or (self.tools and chat.tools))
 
     def answer(self, chat: ChatFormat, *, skip_special_tokens: bool = True) -> Answer:

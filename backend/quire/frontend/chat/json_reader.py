@@ -81,7 +81,7 @@ class JsonReader:
         """
         index, size = start, len(text)
         told = index if self._on_value is not None and self._in_value else -1
-        """Where the piece of a value begins that was not told of; -1: no value is open."""
+        """Index at which the part of a value begins that is not passed on yet; -1: no value is open."""
         while index < size and not (self.is_done or self.is_bad):
             taken = self._take_next(text, index)
             if self.is_bad:
