@@ -66,7 +66,7 @@ class LostStubs:
         return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= self._grace_s}
 
     def kill(self, pid: int) -> bool:
-        """Kills a stub that its server waits for in vain: the server then fails to load the model, or loads
+        """Kills a lost stub. Its server then fails to load the model, or loads
         it again. Returns False where an earlier call has killed it."""
         self._since[pid] = time.monotonic() + GRACE_S
         is_first = pid not in self._killed
