@@ -140,7 +140,7 @@ class VisionEncoderModel(EnsembleModel):
         return [self._respond(job, found, failures) for job in jobs]
 
     def finalize(self) -> None:
-        """Sets the metric of cached bytes to 0. The series stay, because a reloaded model uses the same ones."""
+        """Sets the metric of cached bytes to 0. The series stay, because a reloaded model uses them."""
         self._metrics.set_cache_bytes(0)
 
     def _images(self, request: Any) -> list[_Image] | InputError:
