@@ -37,7 +37,7 @@ class HubError(ReportedError):
 
 def shown(value: object) -> str:
     """A value of a client's, for a message of ours: some 80 characters at most, and at a cost that does not
-    depend on its size or depth. What has no short text is told by its type and size."""
+    depend on its size or depth. A value without a short text is shown as its type and size."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} long)"
     name = type(value).__name__
