@@ -49,8 +49,8 @@ class SendQueue:
         return now >= self._next_due
 
     def mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
-        """Adds a choice that got tokens or has ended. For ranked choices, adds the best ones, which are
-        due at once."""
+        """Adds a choice that got tokens or has ended. Of ranked choices, adds the best ones once all
+        have ended."""
         parsed = handle.parsed
         processor = handle.processors[choice.item]
         if processor.num_best:
