@@ -341,7 +341,7 @@ def test_whatever_happens_for_long(name: str) -> None:
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A checkpoint, which is loaded as the model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "model_class", lambda hf: request.param)
+        patch.setattr(load, "model_class", lambda *_: request.param)
         yield make_checkpoint("smollm3", tmp_path_factory.mktemp("states"))
 
 
@@ -482,12 +482,12 @@ def test_keys_of_a_block_are_as_large_as_a_state(tmp_path: Path, monkeypatch: py
         def state_bytes(self, config: DecoderConfig) -> dict[int, int]:
             return dict.fromkeys(self.layer_class.sums, 100_000)
 
-    monkeypatch.setattr(load, "model_class", lambda hf: LargeStates)
+    monkeypatch.setattr(load, "model_class", lambda *_: LargeStates)
     path = make_checkpoint("smollm3", tmp_path)
     for stated, size, layer_bytes in ((16, 448, 448 * 256), (32, 32, 100_000)):
         core = engine(path, block_size=stated, num_blocks=16).core
         assert core.kv.block_size == core.config.cache.block_size == core.info.block_size == size
         assert core.executor.kv_cache.block_bytes == 2 * layer_bytes
     # Whose states are as large as a token's keys.
-    monkeypatch.setattr(load, "model_class", lambda hf: SumModel)
+    monkeypatch.setattr(load, "model_class", lambda *_: SumModel)
     assert engine(path, block_size=16).core.kv.block_size == 16
