@@ -175,8 +175,8 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _regex(pattern: str) -> str:
-    """Returns a Lark regular expression; drops anchors at both ends, because the whole text must match
-    anyway."""
+    """Returns a Lark regular expression: the pattern between slashes, with slashes and newlines escaped. The
+    whole text must match it, so anchors at its ends change nothing."""
     return "/" + re.sub(r"\\.|[/\n]", _escaped, pattern, flags=re.DOTALL) + "/"
 
 
