@@ -39,6 +39,7 @@ from tests.fixtures.checkpoints import (
     MLA_SIBLINGS,
     MOE_FAMILIES,
     OTHER_FAMILIES,
+    Checkpoints,
     build_model,
     make_checkpoint,
     randomize,
@@ -68,17 +69,6 @@ ALL_FAMILIES = (
     *MLA_SIBLINGS,
     *HYBRID_FAMILIES,
 )
-
-
-class Checkpoints(dict[str, Path]):
-    """One checkpoint of each family, made when it is first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __missing__(self, family: str) -> Path:
-        self[family] = make_checkpoint(family, self._root / family, tokenizer=False)
-        return self[family]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from quire.models.transformers_fallback import TransformersModel
 from quire.models.transformers_layers import GatedLayer, Norm, PackedLayer, pack_layers
 from quire.plan.capacity import predict
 from quire.worker.kv_identity import kv_identity
-from tests.fixtures.checkpoints import FALLBACK_FAMILIES, make_checkpoint
+from tests.fixtures.checkpoints import FALLBACK_FAMILIES, Checkpoints, make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.fixtures.runner_of import runner_of
 
@@ -40,17 +40,6 @@ PROMPTS = [
 ]
 """They begin alike, for three blocks."""
 MAX_TOKENS = 24
-
-
-class Checkpoints(dict[str, Path]):
-    """One checkpoint of each family, made when it is first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __missing__(self, family: str) -> Path:
-        self[family] = make_checkpoint(family, self._root / family, tokenizer=False)
-        return self[family]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.errors import CheckpointError
 from quire.layers.config import DecoderConfig, ExpertsConfig
 from quire.layers.hf_config import HFConfig
 from quire.models.granite import GraniteForCausalLM
+from quire.models.stacked_experts import split_experts
 from quire_common.weight_files import NamedTensor
 
 _PARTS = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}
@@ -32,25 +32,14 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         return dataclasses.replace(config, experts=experts)
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits [num_experts, out_features, in_features] into each expert's tensors."""
+        """See DecoderModel. Splits stacked experts."""
         prefix, separator, rest = stored.name.partition(".block_sparse_moe.")
         parts = _PARTS.get(rest.removesuffix(".weight"))
         if not separator or parts is None:
             yield stored
             return
-        tensor, experts = stored.tensor, self.config.experts
-        assert experts is not None
-        if tensor.ndim != 3 or tensor.shape[0] != experts.num_experts or tensor.shape[1] % len(parts):
-            raise CheckpointError(
-                f"{stored.file}: {stored.name} has shape {list(tensor.shape)}, config.json means "
-                f"{experts.num_experts} experts"
-            )
-        offset = stored.offset
-        for expert, content in enumerate(tensor):
-            for part, rows in zip(parts, content.chunk(len(parts)), strict=True):
-                name = f"{prefix}.mlp.experts.{expert}.{part}.weight"
-                yield stored._replace(name=name, tensor=rows, offset=offset)
-                offset = None if offset is None else offset + rows.nbytes
+        assert self.config.experts is not None
+        yield from split_experts(stored, prefix, parts, self.config.experts.num_experts)
 
     def canonical_name(self, name: str) -> str:
         """See DecoderModel."""

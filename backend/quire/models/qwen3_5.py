@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.errors import CheckpointError
 from quire.layers.gated_delta import HybridConfig
 from quire.layers.hf_config import HFConfig
 from quire.models.qwen3_moe import qwen_experts
 from quire.models.qwen3_next import HybridModel
+from quire.models.stacked_experts import split_experts
 from quire.models.vision_language import VisionLanguageModel
 from quire_common.weight_files import NamedTensor
 
@@ -48,25 +48,14 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         return HybridConfig(**vars(config) | {"experts": experts})
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See Model. Splits [num_experts, out_features, in_features] into each expert's tensors."""
+        """See Model. Splits stacked experts."""
         prefix, separator, matrix = stored.name.partition(".mlp.experts.")
         parts = _PARTS.get(matrix)
         if not separator or parts is None or self.ignores(stored.name):
             yield stored
             return
-        tensor, experts = stored.tensor, self.config.experts
-        assert experts is not None
-        if tensor.ndim != 3 or tensor.shape[0] != experts.num_experts or tensor.shape[1] % len(parts):
-            raise CheckpointError(
-                f"{stored.file}: {stored.name} has shape {list(tensor.shape)}, config.json means "
-                f"{experts.num_experts} experts"
-            )
-        offset = stored.offset
-        for expert, content in enumerate(tensor):
-            for part, rows in zip(parts, content.chunk(len(parts)), strict=True):
-                name = f"{prefix}.mlp.experts.{expert}.{part}.weight"
-                yield stored._replace(name=name, tensor=rows, offset=offset)
-                offset = None if offset is None else offset + rows.nbytes
+        assert self.config.experts is not None
+        yield from split_experts(stored, prefix, parts, self.config.experts.num_experts)
 
 
 class Qwen3_5ForConditionalGeneration(VisionLanguageModel, Qwen3_5ForCausalLM):

@@ -1,0 +1,33 @@
+"""Stacked experts: checkpoint tensors that hold one matrix of every expert of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quire.errors import CheckpointError
+from quire_common.weight_files import NamedTensor
+
+
+def split_experts(
+    stored: NamedTensor, layer: str, parts: Sequence[str], num_experts: int
+) -> Iterator[NamedTensor]:
+    """Splits [num_experts, out_features, in_features] into each expert's tensors.
+
+    Args:
+        layer: name of the decoder layer.
+        parts: names of an expert's matrices in the tensor, which have equally many rows of it.
+
+    Raises:
+        CheckpointError: the shape means another number of experts.
+    """
+    tensor, offset = stored.tensor, stored.offset
+    if tensor.ndim != 3 or tensor.shape[0] != num_experts or tensor.shape[1] % len(parts):
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} has shape {list(tensor.shape)}, config.json means "
+            f"{num_experts} experts"
+        )
+    for expert, content in enumerate(tensor):
+        for part, rows in zip(parts, content.chunk(len(parts)), strict=True):
+            name = f"{layer}.mlp.experts.{expert}.{part}.weight"
+            yield stored._replace(name=name, tensor=rows, offset=offset)
+            offset = None if offset is None else offset + rows.nbytes
