@@ -52,7 +52,9 @@ class AdapterSlots:
         self.is_reading = False
 
     def may_run(self, adapter: Adapter) -> bool:
-        """Returns whether the slots allow a waiting request with this adapter to begin now."""
+        """Returns whether a waiting request with this adapter may begin now: its adapter has a slot that is
+        promised to no other, or its weights are read and the slot promised to it is free. If not, notes the
+        adapter in `waiting`."""
         slot = self._slot_of.get(adapter)
         if slot is not None:
             if self._promised.get(slot, adapter) is adapter:

@@ -1,5 +1,5 @@
 """Block hashes: the keys by which blocks of KV cache are found. A hash stands for the block's tokens, all
-tokens before them, and the images among them."""
+tokens before them, the images among them, and the request's cache salt and adapter."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ from quire.request.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
 class BlockPool:
     """Tracks which of the `num_blocks` blocks are in use, and the order in which the others are allocated.
 
-    A block whose tokens are all computed may carry the hash of its content, by which other requests find it.
-    Blocks without references lie in doubly linked lists. The first list holds blocks without content; the
-    others hold cached blocks, one list per retention priority. Within a list, the least recently freed block
-    comes first. The links are two flat lists indexed by block id, followed by one sentinel per list. A block
-    can therefore leave the middle of a list in O(1), as a hit on an unreferenced cached block requires. The
-    bits of an integer say which lists are not empty.
+    A full block may carry the hash of its content, by which other requests find it. Blocks without references
+    lie in doubly linked lists. The first list holds blocks without content; the others hold cached blocks,
+    one list per retention priority. Within a list, the least recently freed block comes first. The links are
+    two flat lists indexed by block id, followed by one sentinel per list. A block can therefore leave the
+    middle of a list in O(1), as a hit on an unreferenced cached block requires. The bits of an integer say
+    which lists are not empty.
 
     `num_free + num_cached + num_in_use == num_blocks` always.
 
     Args:
-        on_evict: called with the hash of each block whose content is forgotten.
+        on_evict: called with the hash of each block whose content is forgotten, except by `forget_all`.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[bytes], None] | None = None) -> None:
@@ -141,16 +141,17 @@ class BlockPool:
         retention: int = DEFAULT_RETENTION,
         ttl_s: float | None = None,
     ) -> bool:
-        """Makes a referenced block findable by the hash of its content, unless another block with that hash
-        is.
+        """Makes a referenced block findable by the hash of its content. No effect if a block with that hash
+        can be found already, or if this block has another hash.
 
         Args:
-            retention: priority in [0, 100]; blocks with a higher one are evicted later. If several requests
-                keep the same content, the highest applies.
-            ttl_s: seconds without references after which the content is forgotten; None: never.
+            retention: priority in [0, 100]; blocks with a higher one are evicted later. If content is kept
+                again while a request holds its block, the higher priority applies.
+            ttl_s: seconds without references after which the content is forgotten; None: never. Content that
+                can be found already keeps its time.
 
         Returns:
-            Whether the content is new.
+            Whether the block became findable by this call.
         """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
         found = self._by_hash.get(content_hash)
@@ -168,7 +169,8 @@ class BlockPool:
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Makes the blocks' content unfindable; those without references become the first to be reused."""
+        """Makes the blocks' content unfindable. Blocks without references become free, and free blocks are
+        allocated before cached ones."""
         for block_id in block_ids:
             if self._hashes[block_id] is None:
                 continue
@@ -181,7 +183,8 @@ class BlockPool:
                 self._forget(block_id)
 
     def forget_all(self) -> int:
-        """Forgets all content, including that of blocks in use. Returns how many blocks had content."""
+        """Forgets all content, including that of blocks in use, without calling `on_evict`. Returns how many
+        blocks had content."""
         count = len(self._by_hash)
         on_evict, self.on_evict = self.on_evict, None
         self.forget(list(self._by_hash.values()))

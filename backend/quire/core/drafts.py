@@ -26,8 +26,8 @@ _BITS = 21
 """Bits of one token id in a gram's key; the three ids of a gram fill 63."""
 _NEWEST = (1 << GRAM * _BITS) - 1
 _WORTH_WAITING = 0.6
-"""Acceptance probability from which a step every other time, with drafts, is expected to yield more than one
-token."""
+"""Acceptance probability from which a request with a row of drafts in every other step is expected to yield
+more than one token per step."""
 _MOST_BASE = 1e6
 _MARGIN = 1.15
 """Factor by which a draft's expected gain must exceed its cost, since its probability is an estimate."""
@@ -36,7 +36,7 @@ _PROBED = 32
 """One step in this many tries likely drafts even if they seem too expensive, as their cost may have
 changed."""
 _RATED = 0.15
-"""Weight of the newest guess in `Drafter.chance`, a moving average."""
+"""Weight of the newest rated token in the moving averages `Drafter.chance` and `Drafter.model_chance`."""
 _HOPED = 0.7
 """Assumed accuracy of a draft model before its first guess is verified: high enough to wait for one."""
 _RETRY = 64
@@ -69,7 +69,7 @@ class Drafter:
 
     def __init__(self, most: int, has_model: bool = False) -> None:
         self.guess: list[int] = []
-        """Tokens guessed to follow those seen; empty: no guess."""
+        """Tokens that prompt lookup expects to follow those seen; empty: no guess."""
         self.chance = 0.5
         """Moving average of prompt lookup's accuracy: the share of guessed tokens that were right, given that
         those before them were."""
@@ -89,7 +89,8 @@ class Drafter:
         """Index of the token after the latest occurrence of each gram seen later, by the gram's key."""
 
     def see(self, token_ids: Sequence[int]) -> None:
-        """Takes all tokens so far, prompt and output. Rates the latest guess by them and makes the next."""
+        """Reads all tokens so far, prompt and output. Rates the latest guess of prompt lookup by them and
+        makes the next."""
         begin, end = self._num_seen, len(token_ids)
         self._num_seen = end
         if not begin:
@@ -146,8 +147,8 @@ class Drafter:
 
 
 def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
-    """Returns two arrays of length n: the keys of all grams that a token follows, ascending, equal keys in
-    the order of the tokens; and the indices of the tokens that follow."""
+    """Returns two arrays, both GRAM shorter than `token_ids`: the keys of all grams that a token follows,
+    ascending, equal keys in the order of the tokens; and the indices of the tokens that follow."""
     ids = np.array(token_ids, dtype=np.int64)
     keys = ids[:-GRAM] << 2 * _BITS | ids[1 : -GRAM + 1] << _BITS | ids[2 : -GRAM + 2]
     order = np.argsort(keys, kind="stable")

@@ -58,9 +58,11 @@ class KVCacheManager:
         assert block_size >= 1, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cached_tokens = 0
-        """Number of tokens since start that requests did not compute, because their blocks were cached."""
+        """Number of tokens since start that were found cached at the first admission of a request, in the
+        pool or in a KV tier."""
         self.num_queried_tokens = 0
-        """Number of tokens since start in requests whose prefix was looked up, at their first admission."""
+        """Number of tokens since start that requests had at their first admission, without the engine's own
+        requests."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_full_groups = sum(group.window is None for group in self.groups)
@@ -176,7 +178,8 @@ class KVCacheManager:
 
         Returns:
             For each group, the block ids appended to its table, often none. Callers must not change the
-            lists. None: the pool has too few blocks, and nothing is allocated.
+            lists. None: the pool has too few blocks, and nothing is allocated. In either case blocks that
+            have left their windows were freed.
         """
         table = request.table
         if table is None:
@@ -251,7 +254,8 @@ class KVCacheManager:
     def find_prefix(
         self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None
     ) -> CachedPrefix:
-        """Returns the longest prefix of the request whose blocks are in the pool or, by key, `is_in_tier`."""
+        """Returns the longest prefix of the request whose blocks are all in the pool or, as `is_in_tier` says
+        of their keys, in a KV tier; empty without prefix caching."""
         if not self.enable_prefix_caching:
             return CachedPrefix(0, [[] for _ in self.groups])
         return self._lookup.find(request, is_in_tier)
@@ -265,7 +269,8 @@ class KVCacheManager:
         )
 
     def begin_with(self, request: Request, prefix: CachedPrefix) -> list[tuple[int, int, int]]:
-        """Creates the block table of a request from its cached prefix; the request must have none.
+        """Creates the block table of a request from its cached prefix and sets `num_computed_tokens`. The
+        request must have no table; an empty prefix changes nothing.
 
         Returns:
             (position in the table, group, new block) of each IN_TIER entry, in the order of the sequence. The
@@ -359,8 +364,8 @@ class KVCacheManager:
         return offered
 
     def uncache_from(self, request: Request, num_tokens: int) -> None:
-        """Makes the request's blocks after its first `num_tokens` tokens unfindable, because they were not
-        computed.
+        """Makes the request's blocks unfindable that are not filled by its first `num_tokens` tokens alone,
+        because their later tokens were not computed.
 
         Other requests may already hold them.
         """
@@ -408,7 +413,8 @@ class KVCacheManager:
         return copies
 
     def free(self, request: Request, now: float = 0.0) -> None:
-        """Frees the request's blocks, its last block first. No effect on a request without a block table."""
+        """Frees the request's blocks, in each group the last block first. No effect on a request without a
+        block table."""
         table, request.table = request.table, None
         if table is None:
             return

@@ -20,7 +20,7 @@ class Pins:
     """Holds named references to blocks, each until a deadline. Several pins may hold the same block.
 
     Args:
-        max_blocks: most blocks held, and most pins: any number of pins may share blocks.
+        max_blocks: most blocks held. It is also the most pins, because any number of pins may share blocks.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
@@ -41,8 +41,9 @@ class Pins:
         return {name: pin.deadline for name, pin in self._pins.items()}
 
     def hold(self, name: Hashable, block_ids: Sequence[int], deadline: float) -> None:
-        """Holds blocks, at most `max_blocks`, under `name`, in place of the blocks that this pin held. To
-        make room, releases other pins, the least recently used first.
+        """Holds these blocks, at most `max_blocks`, under `name`. Releases the blocks that this pin held
+        before; without new blocks, the pin ends. To make room, releases other pins, the least recently used
+        first.
 
         Args:
             deadline: seconds on the clock of `expire`; the pin's old deadline stays if it is later.

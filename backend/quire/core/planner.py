@@ -16,14 +16,15 @@ from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
 
 MAX_PASSED_OVER = 256
-"""Most waiting requests that one step passes over because each waits for something of its own."""
+"""Most waiting requests that one step passes over because their prefix is being loaded, or because too many
+long prompts are under way."""
 
 
 class Planner:
     """Gives running requests their rows in the order of ranks, then admits waiting requests.
 
-    When the pool is exhausted, the running request of the highest rank is preempted. No request is admitted
-    in that step, because the freed blocks are for the running requests.
+    When the pool is exhausted, the running request of the largest rank is preempted. No waiting request is
+    admitted after that in the step, because the freed blocks are for the running requests.
 
     Args:
         max_model_len: most tokens of prompt and output together.
@@ -217,8 +218,8 @@ class Planner:
             self._admit(step, request, prefix)
 
     def _next_urgent(self) -> tuple[Request, CachedPrefix, list[Request]] | None:
-        """Returns the first waiting request that may preempt, its cached prefix, and the requests it
-        preempts, the last in rank first; None: there is none."""
+        """Returns the first waiting request that may preempt, its cached prefix, and the requests that it may
+        preempt, the last in rank first; None: there is none."""
         with closing(self._queue.candidates(self._roster.clock())) as candidates:
             for request in candidates:
                 if request.is_paused or not self._has_adapter(request):
@@ -285,8 +286,8 @@ class Planner:
         return num_output >= request.max_output_tokens(self._max_model_len)
 
     def _allocate_or_preempt(self, request: Request, count: int) -> list[list[int]] | None:
-        """Allocates slots for a running request, preempting others; None: it was itself preempted, as the
-        last in rank."""
+        """Allocates slots for a running request, preempting others. None: the request was itself preempted,
+        as the last in rank, or must wait because the last in rank is loading blocks."""
         running = self._roster.running
         while (block_ids := self._kv.allocate_slots(request, count)) is None:
             victim = running[-1]

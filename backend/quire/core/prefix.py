@@ -47,14 +47,15 @@ class PrefixLookup:
     ) -> CachedPrefix:
         """Returns the longest prefix of the request whose blocks are cached.
 
-        At least one token is left to compute, because sampling needs its hidden state. If prompt
-        log-probabilities are wanted, the whole prompt is left. In a group with a window, only the blocks that
-        the next token sees must be cached. In a group of states, only the snapshot at the end of the prefix
-        must be cached.
+        At least one token is left to compute, because sampling needs its hidden state. Prompt tokens whose
+        log-probabilities are wanted and not yet known are left, too. In a group with a window, only the
+        blocks that the next token sees must be cached. In a group of states, only the snapshot at the end of
+        the prefix must be cached.
 
         Args:
             is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.
-            most: most blocks to look for; None: as many as the request may use.
+            most: most blocks to look for; None: as many as the request may use. Not heeded if the only group
+                has no window and there is no tier.
         """
         if self._is_uniform and is_in_tier is None:
             return self._find_uniform(request)

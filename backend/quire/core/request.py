@@ -26,7 +26,7 @@ class RequestStatus(enum.IntEnum):
 
 
 class FinishReason(str, enum.Enum):
-    """The reason why a request ended. Exactly one reaches the client, on its last response."""
+    """The reason why a request ended. If a request has several choices, each of them has its own reason."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -135,12 +135,12 @@ class Request:
         self.sampling_params = sampling_params
         self.eos_token_ids = eos_token_ids
         self.end_token_ids = frozenset(sampling_params.stop_token_ids)
-        """Token ids that end the request, once it has `min_tokens`."""
+        """Token ids that end the request if it then has at least `min_tokens` output tokens."""
         if not sampling_params.ignore_eos:
             self.end_token_ids |= eos_token_ids
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.admitted_at = 0.0
-        """When it first ran, on the scheduler's clock; 0: not yet."""
+        """When the request was first admitted, in seconds on the scheduler's clock; 0: not yet."""
         self.scheduling = scheduling
         self.external_id = external_id
         self.embeds = embeds
@@ -151,13 +151,15 @@ class Request:
         """Rank in the queue: smaller is served earlier. Set once by the queue policy, and unique: the second
         entry is an arrival number, and choices have a third."""
         self.num_sequences = sampling_params.num_sequences
-        """Number of rows in a step: includes the choices that will fork from this request, until they do."""
+        """Number of seats that the request occupies: its own, and one for each choice that will fork from
+        it."""
         self.index = 0
         """Index of the choice."""
         self.group_id = request_id
         """Id of the client's request; differs from the request's own id only for forked choices."""
         self.is_paused = False
-        """Whether it waits for other sequences of its group rather than for admission."""
+        """Whether this beam gets no rows until all other beams of its group have reported their
+        candidates."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         """Number of tokens that planned steps will sample; one for each row, even with drafts."""
@@ -167,9 +169,9 @@ class Request:
         """Number of newest tokens to send to the runner, because the runner did not sample them in this
         row."""
         self.num_computed_before_preemption = 0
-        """Number of tokens computed or found cached when the request last gave up its blocks."""
+        """Most computed tokens, cached ones included, that the request had when it gave up its blocks."""
         self.num_cached_tokens = 0
-        """Number of prompt tokens that were in the cache when the request began."""
+        """Number of tokens found cached at the first admission; for a forked choice all prompt tokens."""
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling_params.prompt_logprobs is None else []
         )
@@ -220,15 +222,16 @@ class Request:
     @property
     def num_reusable_tokens(self) -> int:
         """Number of leading tokens that a cached prefix may cover. Leaves out the last token, which the next
-        is sampled from, and tokens whose logits are wanted."""
+        is sampled from, and prompt tokens whose log-probabilities are wanted and not yet known. 0 if
+        `reuses_prefix` is False."""
         if not self.reuses_prefix:
             return 0
         count = len(self.token_ids) - 1
         return count if self.prompt_logprobs is None else min(count, len(self.prompt_logprobs))
 
     def add_prompt_logprobs(self, found: list[TokenLogprobs], end: int) -> None:
-        """Adds the prompt log-probabilities of a row that computed the tokens before `end`. Entries that a
-        preemption made it compute twice are added once."""
+        """Adds the prompt log-probabilities of a row that computed the tokens before `end`. Entries that were
+        computed again after a preemption are added once."""
         assert self.prompt_logprobs is not None, self
         begin = min(end, self.num_prompt_tokens - 1) - len(found)
         num_known = len(self.prompt_logprobs) - begin
@@ -236,7 +239,8 @@ class Request:
         self.prompt_logprobs += found[num_known:]
 
     def take_prompt_logprobs(self, last: list[TokenLogprobs] | None) -> list[TokenLogprobs | None] | None:
-        """Returns one entry for each prompt token, once; None: there is nothing to return.
+        """Returns one entry for each prompt token, the first of them None. Later calls return None, as do all
+        calls if no prompt log-probabilities are wanted.
 
         Args:
             last: log-probabilities from the row that computed the end of the prompt.
@@ -253,7 +257,8 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def check_stop(self, max_model_len: int) -> bool:
-        """Sets `finish_reason` if the newest token ends the request. The frontend handles stop strings."""
+        """Sets `finish_reason` and `stop_reason` if the newest token ends the request; returns whether it
+        does. Stop strings are left to the frontend."""
         end = self.end_by(self.token_ids[-1], len(self.token_ids) - self.num_prompt_tokens, max_model_len)
         if end is None:
             return False
@@ -263,8 +268,9 @@ class Request:
     def end_by(
         self, token_id: int, num_output_tokens: int, max_model_len: int
     ) -> tuple[FinishReason, int | None] | None:
-        """Returns finish and stop reason if the newest of `num_output_tokens` tokens ends the request; None:
-        it does not."""
+        """Returns the finish reason and the stop reason if `token_id`, as the last of `num_output_tokens`
+        output tokens, ends the request; None: it does not. The stop reason is the token id, or None for EOS
+        and LENGTH."""
         if token_id in self.end_token_ids and num_output_tokens >= self.sampling_params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not self.sampling_params.ignore_eos
             return FinishReason.STOP, None if is_eos else token_id

@@ -91,7 +91,8 @@ class Roster:
         return list(self._by_external_id.get((tenant, external_id), ()))
 
     def overdue(self) -> Iterator[Request]:
-        """Yields each unfinished request whose deadline has passed."""
+        """Yields each unfinished request that has missed a deadline; a missed deadline counts in one call
+        only."""
         return (request for request, _ in self._deadlines.expired(self.clock()) if not request.is_finished)
 
     @property
@@ -121,11 +122,13 @@ class Roster:
         return WaitingCounts(choices=choices, tenant=tenant, adapter=adapter, **rest)
 
     def waits_for_adapter(self, request: Request) -> bool:
-        """Returns whether the latest plan passed over the request because its adapter has no slot."""
+        """Returns whether the latest plan passed over a request with this request's adapter, because the
+        adapter has no slot or its weights are not read yet."""
         return self.adapters is not None and request.adapter in self.adapters.waiting
 
     def take_changes(self, output: SchedulerOutput) -> None:
-        """Moves the pending drops, block copies and adapter loads into a step's output."""
+        """Moves the pending drops, block copies and adapter loads into a step's output, and clears
+        `cached_after_plan`."""
         output.dropped_request_ids, self._dropped = self._dropped, []
         output.block_copies, self._copies = self._copies + self.kv.pop_copies(), []
         if self.adapters is not None:
@@ -155,8 +158,8 @@ class Roster:
                 self.kv.num_queried_tokens += request.num_tokens
 
     def preempt(self, request: Request) -> None:
-        """Preempts a running request and frees its blocks; swaps them out if that is cheaper than
-        recomputation."""
+        """Preempts a running request and frees its blocks. Swaps them out first if `BlockTransfers.swap_out`
+        finds it worth while and no block is still to be filled by a copy."""
         assert request.load_id is None, request
         if request.drafter is not None:
             # What a step under way computes behind its known tokens may be wrong drafts.
@@ -181,10 +184,11 @@ class Roster:
         self.tenants.on_waiting(request)
 
     def restart(self) -> None:
-        """Requeues running requests that have had no row yet: shared blocks that they hold may be invalid.
+        """Requeues running requests without a row in the runner, because shared blocks that they hold may be
+        invalid. If such a request is loading blocks, only its load is invalidated.
 
-        Such a request is loading blocks, got no tokens in the step that admitted it, or is a fork whose
-        blocks were to be copied.
+        A running request without a row is loading blocks, got no tokens in the step that admitted it, or is a
+        fork whose blocks were to be copied.
         """
         for request in [request for request in self.running if not request.in_runner]:
             if request.load_id is not None:
@@ -194,8 +198,12 @@ class Roster:
             request.num_preemptions += 1
 
     def fork(self, parent: Request, child: Request, num_computed: int) -> None:
-        """Starts a choice beside its parent. It waits instead if it finds no place or its parent does not
-        run."""
+        """Starts a choice beside its parent. The choice is queued instead if its parent does not run, or if
+        seats or blocks are lacking.
+
+        Args:
+            num_computed: number of computed tokens of `parent` that `child` shares.
+        """
         self.requests[child.request_id] = child
         self.sequences[child.group_id][child.index] = child
         self._deadlines.push(child)
@@ -220,7 +228,8 @@ class Roster:
     # Ends.
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Ends a request in any state; caches and pins its blocks first.
+        """Ends a request in any state. Caches and pins the blocks of a running request first. A request that
+        ends before it runs releases the pin of its session if it has `session_end`.
 
         Args:
             is_external: whether it was ended from outside the scheduler; for the trace.
@@ -291,8 +300,8 @@ class Roster:
         request.num_computed_tokens = request.plain_decode_until = 0
 
     def _keep(self, request: Request) -> None:
-        """Keeps what outlives the request, such as its pinned blocks. A failure here does not prevent its
-        end."""
+        """Makes the blocks of an ending request findable, plans their saves to the KV tiers and pins them.
+        Logs a failure instead of raising it."""
         try:
             newly_cached = self.kv.cache_blocks(request, is_over=True)
             self.transfers.save(newly_cached)

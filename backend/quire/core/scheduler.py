@@ -50,10 +50,10 @@ class Scheduler:
     a request must find, and which steps take prompts.
 
     Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks.
-    Only a request of a higher rank is preempted for them; it returns to the queue at the place of its rank.
+    Only a request of a larger rank is preempted for them; it returns to the queue at the place of its rank.
     From this follows
-    - no livelock: the first in rank takes blocks from all others and none takes them from it, and alone it
-    always fits, because `max_model_len` is cut to what the pool holds;
+    - no livelock: the first in rank may preempt all others and none may preempt it, and alone it always fits,
+    because `max_model_len` is cut to what the pool holds;
     - no starvation under a policy by which each request becomes the first in rank: all, given ageing;
     - with mixed batches a decoding request is in every step: prompts leave room for those that decode behind
     them, and a request joins only a step whose budget has satisfied all others. The exception: if urgent
@@ -201,8 +201,8 @@ class Scheduler:
             roster.trace.on_arrival(request)
 
     def _check_beams(self, request: Request) -> None:
-        """Raises InvalidArgumentError for a beam search whose beams would recompute each other's past
-        repeatedly."""
+        """Raises InvalidArgumentError for a beam search whose beams at full length need more blocks than the
+        pool has, because they would preempt each other repeatedly."""
         width = request.sampling_params.beam_width
         if width == 1:
             return
@@ -229,7 +229,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plans the next step: running requests in the order of ranks, then the queue in its policy's order.
 
-        Without KV tiers the plan has rows whenever there is an unfinished request.
+        If no other step is in flight, the plan has rows whenever there is an unfinished request, unless
+        blocks are being loaded from a KV tier or weights of an adapter are being read.
         """
         if self._in_flight and not self._in_flight[-1].requests:
             self._in_flight.pop()  # nobody executes a plan without rows while another one is made
@@ -259,9 +260,10 @@ class Scheduler:
         """Processes the runner's results of the oldest step in flight.
 
         Returns:
-            One output per row that has sampled, and per row that failed alone. Requests that end here have
-            freed their blocks. Results for requests aborted since schedule() are ignored. An exception while
-            a row is processed ends only its request, with all its choices.
+            One output per choice that has sampled, and one per request with a row that failed alone. A beam
+            search has outputs only at its end. Requests that end here have freed their blocks. Results for
+            requests aborted since schedule() are ignored. An exception while a row is processed ends only its
+            request, with all its choices.
         """
         step = self._in_flight.popleft()
         assert scheduler_output is step.output, (scheduler_output.step, step.output.step)
@@ -357,7 +359,9 @@ class Scheduler:
         drafter.see(request.token_ids)
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
-        """Charges the tenant for the tokens computed; recomputed tokens are charged only once."""
+        """Reports the row's computed prompt tokens and its sampled tokens to the queue policy, and charges
+        the sampled ones to the tenant's quota. After a request's first preemption no prompt tokens are
+        reported."""
         end = row.num_computed_tokens + row.num_scheduled_tokens
         num_input = 0
         if not request.num_preemptions:
@@ -416,7 +420,8 @@ class Scheduler:
         """Ends requests in any state and frees their blocks at once.
 
         Args:
-            request_ids: as given to add_request; "id#i" ends choice i alone.
+            request_ids: as given to add_request; "id#i" ends choice i alone, once the choices have forked.
+                Beams cannot be ended alone.
 
         Returns:
             The last output of each of their choices. Unknown and finished ids are skipped, since an abort and
@@ -440,11 +445,12 @@ class Scheduler:
         return outputs
 
     def fail(self, error: str) -> list[EngineCoreOutput]:
-        """Takes the place of update() when a step failed: ends its requests, as abort() does, with `error`.
+        """Processes a failed step; called in place of update(). Ends every request with a row in it with
+        `error`.
 
         All steps in flight fail with it, as each depends on earlier ones. How much of them was computed or
-        carried out is unknown. So pending block copies are dropped, dropped rows are sent to the runner
-        again, and loads that have not begun are given up.
+        carried out is unknown. So pending block copies are dropped, drops of rows and adapter loads are sent
+        to the runner again, and loads that have not begun are given up.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
@@ -523,7 +529,7 @@ class Scheduler:
         """Empties the prefix cache, pins and tiers; running requests keep their blocks.
 
         Returns:
-            The number of blocks that could be found before.
+            The number of blocks that could be found before, in the pool and in the tiers.
         """
         count = self.kv.reset()
         if self.transfers.tiers is not None:
@@ -596,7 +602,8 @@ class Scheduler:
         error: str | None = None,
         code: str = EngineError.code,
     ) -> list[EngineCoreOutput]:
-        """Ends a request with all its choices; only one output carries the error."""
+        """Ends a request with all its choices. Returns one output with the error, or without an error one for
+        each open choice."""
         group, request_id = self.groups.get(request.group_id), request.group_id
         indices = [0] if group is None else group.open_indices
         requests = list(self.roster.sequences[request_id].values())

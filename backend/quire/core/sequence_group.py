@@ -19,7 +19,7 @@ Complete = Callable[[Request, FinishReason], None]
 
 
 class SequenceGroup:
-    """The sequences of a request with `n` > 1.
+    """The sequences of a request that has several (`SamplingParams.num_sequences`).
 
     There is one sequence until the prompt is computed. Then every choice becomes a request of its own. The
     choices share the full blocks of the prompt and are otherwise independent, except for their common id.
@@ -64,7 +64,8 @@ class SequenceGroup:
     def _fork(
         self, parent: Request, drawn: list[RowOutput], roster: Roster, apply: ApplyResult
     ) -> list[EngineCoreOutput]:
-        """Creates a request with the prompt alone for each choice but the first; the parent is the first."""
+        """Creates a request with the prompt and its first sampled token for each choice but the first, which
+        the parent is. Returns the outputs of the new requests."""
         self.has_forked = True
         roster.take_one_seat(parent)
         outputs = []
@@ -79,7 +80,8 @@ class SequenceGroup:
         """Forks a waiting request as the engine that died had done. Its own output so far is already in it.
 
         Args:
-            outputs: tokens so far of the open choices by index; the parent's may be missing.
+            outputs: tokens so far of the open choices by index. Without an entry for index 0, the first
+                choice has ended, and the parent is discarded.
         """
         self.has_forked = True
         roster.take_one_seat(parent)
@@ -98,7 +100,8 @@ class SequenceGroup:
         return self._continue(parent, index, token_ids, own)
 
     def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
-        """Returns a request beside `parent` with the same computed tokens and other tokens after them."""
+        """Returns a new request for the choice `index`, with the given tokens and parameters and the other
+        settings of `parent`. Its tokens must agree with those of `parent` in all blocks that have a hash."""
         child = Request(
             f"{self.request_id}#{index}",
             token_ids[: parent.num_prompt_tokens],
@@ -181,11 +184,11 @@ class BeamSearch(SequenceGroup):
         apply: ApplyResult,
         complete: Complete,
     ) -> list[EngineCoreOutput]:
-        """Takes the candidates of a beam: the first entry is the sampled token, the candidates follow, best
-        first.
+        """Records the candidates of a beam. In `result.logprobs[0]` the first entry is the sampled token; the
+        candidates follow, best first.
 
         When all beams have reported, their continuations become the beams of the next step, or the request
-        ends.
+        ends. Only its end has outputs: one for each of the `n` sequences.
         """
         assert result.logprobs, f"{request}: no candidates"
         if request.num_output_tokens == 0:
@@ -208,7 +211,8 @@ class BeamSearch(SequenceGroup):
         return outputs
 
     def _choose(self, request: Request) -> list[_Candidate]:
-        """Returns the next beams, best first; empty: the search is over. `request`: any present beam."""
+        """Keeps the candidates that end, and returns those that become the next beams, best first; empty: the
+        search is over. `request`: any present beam."""
         width = self._params.beam_width
         num_output = request.num_output_tokens + 1
         going_on: list[_Candidate] = []
@@ -225,7 +229,8 @@ class BeamSearch(SequenceGroup):
         return going_on
 
     def _results(self) -> list[EngineCoreOutput]:
-        """Returns the `n` best sequences, best first; empty sequences if bans left too few."""
+        """Returns the outputs of the `n` best ended sequences, best first. If bans left fewer, the remaining
+        outputs have no tokens and end with LENGTH."""
         wanted = self._params.logprobs
         outputs = []
         for index in self.open_indices:
@@ -264,8 +269,8 @@ class BeamSearch(SequenceGroup):
         self._ended.sort(key=lambda other: -other.score)
 
     def _is_settled(self, best: float, num_output: int, max_output: int) -> bool:
-        """Returns whether no running beam can improve on the kept sequences; `best`: the best running beam's
-        sum."""
+        """Returns whether enough sequences are kept and, by the rule of `early_stopping`, running beams are
+        not expected to improve on them. `best`: the best running beam's sum of log-probabilities."""
         params = self._params
         if len(self._ended) < params.beam_width:
             return False
@@ -304,7 +309,8 @@ class BeamSearch(SequenceGroup):
         self._reports.clear()
 
     def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:
-        """Returns the log-probabilities of the beam's tokens and the candidate's, if they are wanted."""
+        """Returns the log-probabilities of the beam's output tokens and of the candidate's token; empty: they
+        are not wanted."""
         if self._params.logprobs is None:
             return []
         report, wanted = self._reports[candidate.beam], self._params.logprobs

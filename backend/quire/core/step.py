@@ -12,7 +12,8 @@ class Step:
     """A planned step: the scheduler output for the runner, and what the scheduler needs until the step is
     computed.
 
-    `output.scheduled`, `requests` and `newly_cached` are parallel lists in the order of the requests' ranks.
+    `output.scheduled`, `requests` and `newly_cached` are parallel lists: running requests in the order of
+    their ranks, then those admitted in this step.
     """
 
     __slots__ = ("begun", "budget", "newly_cached", "num_prefill_tokens", "output", "requests")
@@ -23,7 +24,7 @@ class Step:
         """Number of tokens that may still be added."""
         self.requests: list[Request] = []
         self.newly_cached: list[Sequence[tuple[bytes, int]]] = []
-        """For each row, the (key, block id) of blocks it fills; other requests may find them from now on."""
+        """For each row, the (key, block id) of the blocks and snapshots that its planning made findable."""
         self.num_prefill_tokens = 0
         self.begun = 0.0
         """When the step was launched, in seconds on the scheduler's clock."""

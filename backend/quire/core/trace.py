@@ -69,7 +69,8 @@ class SchedulerTrace:
     ) -> None:
         self.records: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        """First record of the trace, which describes the engine: in a file an event `engine`."""
+        """Event `engine`, which describes the engine. A file gets it as the first record; it is not in
+        `records`. Empty: no engine was described."""
         self.block_size = block_size
         self.clock = clock
         self._file: BinaryIO | None = None
@@ -186,7 +187,8 @@ class SchedulerTrace:
         self._preempted[:0] = record["preempted"]
 
     def _content(self, request: Request, begin: int, end: int) -> list[int]:
-        """Returns a 52-bit number for the content of each full block that ends in tokens (begin, end]."""
+        """Returns a 52-bit number for each full block whose end lies in (begin, end]; it stands for the
+        content of the block and of all before it."""
         first, count = begin // self.block_size, end // self.block_size
         hashes = hash_blocks(request, count, self.block_size)[first:count]
         return [int.from_bytes(content_hash[:8], "big") >> 12 for content_hash in hashes]

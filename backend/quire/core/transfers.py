@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class BlockTransfers:
     """Connects the pool to the KV tiers; without tiers, prefixes are found in the pool alone.
 
-    Computed blocks are written through to the tiers, so eviction needs no copy and a restart finds them all.
-    A request whose blocks are being loaded takes part in no step until the load ends. The blocks of a load
-    belong to it until then, even if its request ends before.
+    Computed blocks are written through to the tiers, so eviction needs no copy, and a restarted engine finds
+    the blocks in tiers that outlive it. A request whose blocks are being loaded takes part in no step until
+    the load ends. The blocks of a load belong to it until then, even if its request ends before.
 
     Args:
-        should_swap: returns whether swapping n blocks out and back is cheaper than computing m tokens.
+        should_swap: returns whether to swap n blocks out and back rather than compute m tokens.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class BlockTransfers:
         return [load_id for load_id in sorted(handed_over) if not self.tiers.is_loading(load_id)]
 
     def prefetch(self, request: Request) -> None:
-        """Lets slow tiers begin to fetch the blocks that a waiting request will need."""
+        """Asks the tiers to begin to fetch the blocks that a waiting request needs and the pool lacks. No
+        effect without tiers or without prefix caching."""
         if self.tiers is None or not self.kv.enable_prefix_caching:
             return
         size = self.kv.block_size
@@ -165,12 +166,13 @@ class BlockTransfers:
         ]
 
     def forget_saves(self) -> None:
-        """Drops the planned writes to the tiers, because their blocks may not have been computed."""
+        """Drops the planned writes to the tiers, because their blocks may not have been computed. Writes of
+        swapped blocks stay."""
         self._saves = [save for save in self._saves if save.pinned]
 
     def swap_out(self, request: Request) -> bool:
-        """Swaps the request's blocks out to the host tier if that is cheaper than recomputing them; returns
-        whether it did.
+        """Plans to swap the request's blocks out to the host tier if `should_swap` says so and the tier has
+        room; returns whether it did.
 
         Blocks that may stay in the pool are saved as well.
         """
@@ -197,7 +199,7 @@ class BlockTransfers:
         return True
 
     def drop(self, request: Request) -> None:
-        """Drops a request's blocks in the host tier."""
+        """Drops a request's swapped blocks in the host tier and the planned writes of them."""
         if request.swapped is not None:
             assert self.tiers is not None
             keys = [key for group in request.swapped.keys for key in group.values()]

@@ -114,7 +114,7 @@ class AdapterRegistry:
             digest: hexadecimal digest of the content that it must have; empty: any.
 
         Raises:
-            InvalidArgumentError: there is none.
+            InvalidArgumentError: there is none, or its content has another digest.
             UnavailableError: it is being unloaded.
         """
         if self.slots is None:

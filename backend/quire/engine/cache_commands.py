@@ -20,15 +20,15 @@ _AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LEN
 
 
 class Inspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="inspect"):
-    """Sizes, hit counters, pins, sessions and tiers."""
+    """Asks for the state of the cache (`Scheduler.inspect`)."""
 
 
 class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="reset"):
-    """Empties prefix cache and tiers; running requests go on."""
+    """Empties the prefix cache, its pins and the tiers; running requests go on."""
 
 
 class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unpin"):
-    """Releases what a session or (`all`) all sessions have pinned."""
+    """Releases the pin of a session or, with `all`, every pin."""
 
     session: _Name = ""
     tenant: _Name = ""
@@ -75,7 +75,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="sleep"):
-    """Frees the memory of weights and KV cache (`EngineCore.sleep`); refused while requests run."""
+    """Frees the memory of weights and KV cache (`EngineCore.sleep`). Refused without `drain` while there are
+    requests."""
 
     drain: bool = False
     """Whether present requests may finish first. New ones are refused meanwhile."""
@@ -101,7 +102,7 @@ class LoadAdapter(
 class UnloadAdapter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unload_adapter"
 ):
-    """Unloads a LoRA adapter; refused while requests use it."""
+    """Unloads a LoRA adapter. Refused without `drain` while requests use it."""
 
     name: _AdapterName
     drain: bool = False
@@ -109,7 +110,8 @@ class UnloadAdapter(
 
 
 class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="adapters"):
-    """Lists the LoRA adapters (`adapters`: a list of AdapterStatus), and `max_loras`.
+    """Lists the LoRA adapters (`adapters`: a list of AdapterStatus); also returns `max_loras` and
+    `max_model_len`.
 
     The answer contains nothing of requests or the cache, so this is allowed even if cache commands are not.
     """

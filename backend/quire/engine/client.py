@@ -126,8 +126,8 @@ class EngineClient:
     def command(self, message: CancelByExternalId | Control) -> None:
         """Sends a command to the engines. One CommandResult is received when all have answered.
 
-        A cancellation goes to the running engines; requests of the others are paused in this frontend. Any
-        other command needs all engines, and if one is missing, none gets it.
+        A cancellation goes to the running engines; the requests of a dead engine wait in this frontend for
+        the next one. Any other command needs all engines, and if one is missing, none gets it.
 
         Raises:
             UnavailableError: as `send`.

@@ -1,4 +1,4 @@
-"""EngineCore: takes requests and returns token deltas, one step at a time.
+"""EngineCore: accepts requests and returns token deltas, one step at a time.
 
 One thread owns it. It knows neither sockets nor text: `engine/loop.py` runs it in a process of its own,
 `quire.LLM` in the caller's process.
@@ -172,10 +172,12 @@ class EngineCore:
 
         Raises:
             InvalidArgumentError: no adapter of that name and content (field `lora_name`), empty prompt, token
-                id outside the vocabulary, or a prompt longer than max_model_len or (refused by the scheduler)
-                than the KV cache can ever hold.
-            UnavailableError: the queue is full, or the engine is asleep. A continued request is accepted
-                until the engine actually sleeps, because whoever asked for sleep could not know of it.
+                id outside the vocabulary, a prompt longer than max_model_len or (refused by the scheduler)
+                than the KV cache can ever hold, or a parameter that the model or the configuration does not
+                allow.
+            UnavailableError: the queue is full, a quota is used up, the predicted wait is too long, the
+                adapter is being unloaded, or the engine is asleep. A continued request is accepted until the
+                engine actually sleeps, because whoever asked for sleep could not know of it.
         """
         if self.is_asleep or (self._rest and not num_deaths):
             raise UnavailableError(self._rest)
@@ -319,9 +321,9 @@ class EngineCore:
         return self.scheduler.fail(message)
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
-        """Executes a command that inspects or empties the cache; running requests are not disturbed.
-        `Profile` is handled by `StepObserver.begin_profile`, commands that change adapters by
-        `AdapterRegistry.begin`.
+        """Executes a command that inspects the engine or empties the cache; running requests are not
+        disturbed. `Sleep` and `Wake` are handled by `begin_sleep`, `sleep` and `wake`. `Profile` is handled
+        by `StepObserver.begin_profile`, commands that change adapters by `AdapterRegistry.begin`.
 
         In a healthy engine with requests, `num_finished_steps` keeps increasing.
         """
@@ -449,8 +451,8 @@ class EngineCore:
         return self.scheduler.start_trace(self.config.cache, path)
 
     def warm_up(self) -> None:
-        """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. It
-        fills no block of more than three tokens, so nothing stays in the cache.
+        """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. If
+        blocks have more than three tokens, none is filled, so nothing stays in the cache.
 
         On a device with graphs, steps of all sizes are recorded first, because kernels are tuned only then
         and a step recorded later keeps the kernels it had.

@@ -96,8 +96,8 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Passes a batch to the thread; never blocks. More than `buffer_batches` queued batches are lost,
-        which subscribers see by a gap in the numbers."""
+        """Passes a batch to the thread; never blocks. If more than `buffer_batches` are queued, the oldest
+        are lost, which subscribers see by a gap in the numbers."""
         self._pending.append((self._next_number, batch))
         self._next_number += 1
         os.eventfd_write(self._wake, 1)

@@ -34,10 +34,10 @@ logger = logging.getLogger("quire")
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before each attempt to replace an engine that died; further attempts use the last value."""
 SOUND_S = 60.0
-"""Seconds of life after which a dead engine is replaced without a pause; one that has sent outputs is,
-too."""
+"""Seconds of life after which an engine that dies is replaced without a pause. So is one that has answered a
+request or a command."""
 STOP_LOOK_S = 0.2
-"""Seconds between two checks, during such a pause, whether the engine was told to stop."""
+"""Seconds between two checks, while a restart is delayed, whether the engine was told to stop."""
 MAX_FAILED_STARTS = 3
 """Number of failed starts in a row after which requests that wait for an engine end."""
 
@@ -52,7 +52,7 @@ class EngineLost:
 
 @dataclass(frozen=True)
 class EngineReplaced:
-    """Another engine replaced one that died; it has none of its requests yet."""
+    """Another engine replaced one that died; the requests of the dead engine were not sent to it yet."""
 
     link: EngineLink
 
@@ -107,9 +107,9 @@ class EngineLink:
         self._next_attempt: float | None = 0.0
         """When the next start of an engine is attempted; None: never, because it was told to stop."""
         self._num_restarts = 0
-        """Number of starts in a row whose engine died before it was sound."""
+        """Number of attempts to start an engine since the latest one that lived for SOUND_S or answered."""
         self._has_answered = False
-        """Whether the engine has sent outputs."""
+        """Whether the engine has sent outputs or the result of a command."""
         self._is_hopeless = threading.Event()
         """Set by the restarting thread when requests should no longer wait for an engine."""
         self._closed = threading.Event()
@@ -263,7 +263,7 @@ class EngineLink:
     def _restart(self, died: EngineAddress) -> None:
         """Tries to start an engine until it succeeds, since a missing checkpoint or memory may come back.
 
-        It gives up only if an operator stops this frontend or the engine.
+        It gives up only if this link is closed or the engine was told to stop.
         """
         for num_failed in itertools.count(1):
             pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]

@@ -7,8 +7,9 @@ A frontend (`engine/supervisor.py`) starts it as module `quire.engine.loop` with
 DIR/config.json holds the configuration. It reports through DIR/state.json (`engine/runtime_directory.py`):
 `ready` with the socket's address, or `failed` with the reason in one line.
 
-The process ends when its last frontend has said goodbye or died, or when its tritonserver has ended.
-Frontends and server are watched by pidfds, without polling, and no process survives its owner.
+The process ends when its last frontend has said goodbye or died, when its tritonserver has ended, on SIGTERM,
+and if no frontend comes in FIRST_FRONTEND_TIMEOUT_S. Frontends and server are watched by pidfds, without
+polling, and no process survives its owner.
 """
 
 from __future__ import annotations
@@ -405,8 +406,8 @@ class EngineLoop:
         self._owners[message.request_id] = _Owner(identity, num_open)
 
     def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
-        """Maps the frontend's shared memory; the frontend may free its own mapping after the engine's
-        answer."""
+        """Maps the frontend's shared memory, or copies its array on the device. The frontend may free its
+        memory after the engine's answer."""
         num_tokens = len(message.prompt_token_ids)
         rows, width = given.embeds.shape
         check_spans(given.spans, num_rows=rows, num_prompt_tokens=num_tokens)

@@ -82,7 +82,7 @@ class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
-    """A command to the engine, for `EngineCore.control`."""
+    """A command of `cache_control` to the engine."""
 
     command: CacheCommand
     token: str

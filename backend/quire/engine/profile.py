@@ -59,7 +59,8 @@ class StepProfile:
         self._phase = name, now, step
 
     def done(self, planned: SchedulerOutput, result: ModelRunnerOutput, stats: SchedulerStats) -> None:
-        """Records a finished step, unless it was launched before the recording began."""
+        """Records a finished step. Skips steps without rows, steps launched before the recording began, and
+        those after the last one asked for."""
         if not planned.is_timed or planned.is_empty or self._steps_left <= 0:
             return
         self._steps_left -= 1

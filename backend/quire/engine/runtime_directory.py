@@ -73,7 +73,8 @@ class RuntimeDirectory:
     """An open directory that only this user can access.
 
     Raises:
-        ConfigError: it is a link, not a directory, or accessible to other users.
+        ConfigError: it cannot be opened, is a link, is not a directory, or belongs or is accessible to
+            another user.
         FileNotFoundError: it does not exist.
     """
 
@@ -129,7 +130,7 @@ class RuntimeDirectory:
                 return
 
     def read(self, name: str, most: int = MAX_STATE_BYTES) -> bytes | None:
-        """Returns the first `most` bytes of a file; None: there is no such file."""
+        """Returns the first `most` bytes of a file; None: the file cannot be opened."""
         try:
             fd = self._open(name, os.O_RDONLY)
         except OSError:
@@ -235,7 +236,8 @@ class RuntimeDirectory:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def is_in_use(self) -> bool:
-        """Returns whether an engine uses the directory or a frontend is registered."""
+        """Returns whether an engine uses the directory or a frontend is registered. If no engine does, none
+        can `hold` the directory until this object is closed."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

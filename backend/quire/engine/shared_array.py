@@ -125,7 +125,8 @@ class SharedBuffer(EmbedsBuffer):
         return SharedArray(os.getpid(), self._fd, self.shape, stat.st_dev, stat.st_ino)
 
     def close(self) -> None:
-        """Closes the descriptor and the mapping; may be called again."""
+        """Closes the descriptor and deletes `array`; may be called again. The memory lives as long as a view
+        of it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

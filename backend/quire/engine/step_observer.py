@@ -13,7 +13,7 @@ from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
 
 
 class StepObserver:
-    """Records steps for a profile, and reports which suspects are in the next step.
+    """Records steps for a profile, and reports the suspects in the next step and in the steps in flight.
 
     The engine calls `begin`, `planned`, `collected`, `updated`, `sending` and `end` at these points of a
     step. Nothing here affects what a step computes.
@@ -28,11 +28,12 @@ class StepObserver:
         self.profile: StepProfile | None = None
         """The profile being recorded; None: none is."""
         self.on_suspects: Callable[[InFlightSuspects], None] | None = None
-        """Called with the suspects in the next step before its launch, whenever they have changed."""
+        """Called before the launch of a step with the suspects in it and in the steps in flight, if they have
+        changed."""
         self._suspects = NO_SUSPECTS
 
     def begin_profile(self, command: Profile) -> StepProfile:
-        """Starts to record steps, until the recording is over or taken out of `profile`.
+        """Starts to record steps, until the recording is over or `profile` is set to None.
 
         Raises:
             UnavailableError: another profile is being recorded.

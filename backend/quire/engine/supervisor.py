@@ -185,8 +185,8 @@ class EngineSupervisor:
         return checkpoint_state(model.model, model.tokenizer, model.draft_model)
 
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
-        """Starts an engine process. It waits until its state is recorded, and ends if this frontend dies
-        before."""
+        """Starts an engine process. The process waits until its state is recorded, and ends if this frontend
+        dies before."""
         now = self._checkpoint_state()
         if now and now != self._checkpoint:  # if there is none, the engine says what is missing
             raise CheckpointError(
@@ -355,7 +355,8 @@ def engine_python() -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """Returns the engine's environment: our packages importable, and UTF-8 whatever the stub's locale is."""
+    """Returns the engine's environment: our packages importable, UTF-8 whatever the stub's locale is, and
+    OpenMP threads that spin only briefly unless GOMP_SPINCOUNT is set."""
     environment = dict(os.environ)
     environment["PYTHONUTF8"] = "1"
     # OpenMP's threads spin while they wait for each other, by default for milliseconds. Where another process

@@ -215,8 +215,7 @@ class WorkerGroup:
         self._tiers = tiers
 
     def launch(self, output: SchedulerOutput) -> None:
-        """See `Runner`. A step launched while another is in flight begins when that one ends; it is prepared
-        by then."""
+        """See `Runner`. Waits first until the ranks have computed the steps launched before."""
         # Blocks are moved only while nothing is computed on them.
         while self._num_computing:
             self._results.append(self._result())
@@ -273,7 +272,8 @@ class WorkerGroup:
             worker.hang_up()
 
     def _kill(self) -> None:
-        """Kills the ranks that wait for one that is gone or has failed; they do not read their sockets."""
+        """Kills all ranks. Those that wait for a rank that is gone or has failed do not read their
+        sockets."""
         for worker in self._workers:
             worker.process.kill()
 
@@ -334,8 +334,9 @@ class WorkerGroup:
 
 
 def _agreed(rows: tuple[RowOutput, ...]) -> RowOutput:
-    """Returns the row's output if the ranks have sampled the same tokens; else an error for this row alone.
-    (A random custom logits processor, or a grammar that timed out on one rank, can cause this.)"""
+    """Returns the row's output if the ranks have sampled the same tokens. If they have not, or a rank reports
+    an error, returns an error for this row alone. (A random custom logits processor, or a grammar that timed
+    out on one rank, can cause this.)"""
     for row in rows:
         if row.error:
             return row

@@ -46,12 +46,12 @@ class KVConnector(ABC):
     otherwise.
 
     Threads: any thread may call any method at any time, also while another call is under way; only `close` is
-    called last and once. The engine's thread calls `contains`, `save`, `touch`, `prefetch`, `drop`, `clear`
-    and `stats` while a step waits, so they must not access a network or a disk. The transfer thread calls
-    `load`, which may be slow.
+    called last and once. The engine's and the runner's threads call `contains`, `save`, `touch`, `prefetch`,
+    `drop`, `clear` and `stats` while a step waits, so they must not access a network or a disk. The transfer
+    thread calls `load`, which may be slow.
 
-    Failures: a method may raise. `KVTiers` counts the failure, treats it as a miss and does not use the store
-    for a few seconds. So a lost store costs only recomputation.
+    Failures: a method may raise. `KVTiers` counts the failure, treats it as a miss and neither loads from the
+    store nor saves to it for a few seconds. So a lost store costs only recomputation.
 
     A store named by the configuration key `kv_connector` as "module:Class" is built as
     `Class(block_bytes=..., fingerprint=..., **kv_connector_options)`. Blocks of another fingerprint

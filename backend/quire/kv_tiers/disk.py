@@ -55,7 +55,7 @@ class DiskTier(KVConnector):
     """Stores the blocks of one model in files, and bounds the files of all models in the directory.
 
     Saved blocks wait in memory for a writer thread; they can be loaded meanwhile. Evictions and removals run
-    on the same thread, so only it changes the directory (except for damaged files, which a reader deletes).
+    on the same thread, so only it changes the directory; loads only set modification times.
 
     One process per fingerprint writes. Any other reads the blocks that existed when it started and saves
     nothing; it becomes the writer when the first has ended. Processes with other fingerprints may share the
@@ -65,7 +65,8 @@ class DiskTier(KVConnector):
     If the disk is full, read-only or gone, blocks are not stored and one line is logged. The disk is used
     again when it is back: a removed directory is created again by the next save.
 
-    After `clear` the blocks are never found again, unless the process is killed before the files are removed.
+    After `clear` by the writer the blocks are never found again, unless the process is killed before the
+    files are removed. After `clear` by another process only that process no longer finds them.
     """
 
     name: ClassVar[str] = "disk"
@@ -79,13 +80,14 @@ class DiskTier(KVConnector):
         fingerprint: str,
         max_queued_bytes: int = 2**27,
     ) -> None:
-        """Scans the directory, and deletes files of the wrong size and those beyond the capacity.
+        """Scans the directory. If this process is the writer, also deletes files of the wrong size, and
+        evicts blocks beyond the capacity.
 
         Args:
             capacity_bytes: most bytes that all blocks in the directory occupy on disk.
             fingerprint: 32 hex digits.
-            max_queued_bytes: most bytes of blocks that wait to be written; when it is full, saves are
-                skipped.
+            max_queued_bytes: most bytes of blocks that wait to be written, at least one block; beyond it
+                saves are skipped.
 
         Raises:
             ConfigError: the directory cannot be used, or the capacity is less than one block. A directory
@@ -245,7 +247,7 @@ class DiskTier(KVConnector):
     # With the lock held.
 
     def _buffer(self) -> BlockArray | None:
-        """Returns a buffer for one more block; None: the queue is full."""
+        """Returns a buffer for one more block; None: the queue is full, or the tier is closing."""
         if self._is_closing:
             return None
         if self._spare:
@@ -287,6 +289,7 @@ class DiskTier(KVConnector):
 
         Raises:
             OSError: the directory or the lock cannot be created.
+            ConfigError: the directory belongs to another user.
         """
         self._next_attempt = time.monotonic() + LOCK_RETRY_S
         self._open_directory()

@@ -64,9 +64,9 @@ class HostTier(KVConnector):
         return count <= self.num_slots - len(self._pinned)
 
     def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:
-        """Copies blocks into the tier; pinned ones stay until `drop`. When all slots are pinned, blocks are
-        skipped. That cannot happen to pinned blocks that `can_pin` allowed if nothing else was pinned
-        since."""
+        """Copies blocks into the tier; pinned ones stay until `drop`. Blocks are skipped when all slots are
+        pinned or, unless `pinned` is set, being filled. Pinned blocks that `can_pin` allowed are not skipped
+        if nothing else was pinned since."""
         for key, row in zip(keys, data, strict=True):
             self._save(key, row, pinned)
 
@@ -106,8 +106,8 @@ class HostTier(KVConnector):
         del self._cached[key]
 
     def _take_slot(self) -> int | None:
-        """Returns a slot without a key, if necessary by evicting the least recently used block; None: all are
-        pinned."""
+        """Returns a slot without a key, if necessary by evicting the least recently used block; None: all
+        slots are pinned or being filled."""
         if self._free:
             slot = self._free.pop()
         elif self._cached:

@@ -23,7 +23,7 @@ def move_blocks(output: SchedulerOutput, pool: BlockAccess, tiers: KVTiers | Non
 
 
 def read_rows(pool: BlockArray, block_ids: Sequence[int], out: BlockArray) -> None:
-    """Copies blocks out of host memory, one memcpy each; other threads run meanwhile.
+    """Copies blocks out of a pool in host memory, one memcpy each; other threads run meanwhile.
 
     Args:
         pool: [num_blocks, block_bytes].
@@ -34,6 +34,6 @@ def read_rows(pool: BlockArray, block_ids: Sequence[int], out: BlockArray) -> No
 
 
 def write_rows(pool: BlockArray, block_ids: Sequence[int], data: BlockArray) -> None:
-    """Copies blocks into host memory; for the arguments see `read_rows`."""
+    """Copies blocks into a pool in host memory; for the arguments see `read_rows`."""
     for row, block_id in enumerate(block_ids):
         pool[block_id] = data[row]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 logger = logging.getLogger("quire")
 
 QUIET_S = 60.0
-"""Seconds without a cause after which it is logged again."""
+"""Seconds without an occurrence of a cause after which the cause is logged again."""
 
 
 class ThrottledWarnings:

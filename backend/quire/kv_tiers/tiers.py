@@ -39,15 +39,15 @@ MAX_DROPPED_EARLY = 65536
 MAX_PREFETCHES = 4096
 """Most blocks that may wait for prefetching; further ones are skipped."""
 REST_S = 5.0
-"""Seconds for which a store that raised is not used."""
+"""Seconds for which a store that raised gets neither loads nor saves."""
 CLOSE_TIMEOUT_S = 10.0
 RATE_MEMORY = 0.9
 """Weight of earlier transfers in a measured rate when a new one is added."""
 
 
 class _Tier:
-    """A store whose failures count as misses. After an exception it is not used for REST_S, then tried
-    again."""
+    """A store whose failures count as misses. After an exception it gets neither loads nor saves for REST_S;
+    then it is tried again."""
 
     def __init__(self, store: KVConnector, clock: Callable[[], float]) -> None:
         self.store = store
@@ -189,8 +189,8 @@ class KVTiers:
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Begins to copy blocks from slower tiers into the host tier, after all loads; blocks already there
-        are touched."""
+        """Touches these blocks in all tiers, and begins to copy those from slower tiers that the host tier
+        lacks into it, after all loads. Without a host tier, passes on the hint to each store."""
         self.touch(keys)
         wanted = [key for key in keys if not self._tiers[0].contains(key)]
         if self._host is None:
@@ -217,7 +217,8 @@ class KVTiers:
     def clear(self) -> int:
         """Forgets all blocks except pinned ones; returns how many, summed over the tiers.
 
-        This includes the blocks of planned saves; it waits for saves under way.
+        Waits for saves under way. Saves that were planned before are not carried out, except those of pinned
+        blocks.
         """
         with self._saving, self._changed:
             self.num_clears += 1
@@ -246,8 +247,8 @@ class KVTiers:
     def save(self, saves: Sequence[KVSave]) -> None:
         """Copies blocks out of the pool, where they may be overwritten as soon as this returns.
 
-        Pinned blocks go to the host tier only and are there on return. Others go to each tier that lacks
-        them; a slow tier whose queue is full skips them.
+        Pinned blocks go to the host tier only and are there on return. Others go to all tiers if any tier
+        lacks them; a tier that rests is left out, and a slow tier whose queue is full skips them.
         """
         wanted = [save for save in saves if save.pinned or not all(t.contains(save.key) for t in self._tiers)]
         rows = len(self._save_buffer)

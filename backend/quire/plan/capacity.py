@@ -126,8 +126,9 @@ def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.devi
 
 
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
-    """Returns the bytes of each token's residual stream, layer input, query, key, value and gate, plus the
-    float32 logits twice.
+    """Returns the estimated bytes of the largest step. Each of its `max_num_batched_tokens` tokens has three
+    vectors of the hidden size, queries and attention outputs, keys and values, and three vectors of the inner
+    size. The float32 logits of `max_num_seqs` rows count twice.
 
     With experts, it includes the inputs and intermediate values of all experts of a token, because they are
     computed together.
@@ -165,7 +166,8 @@ class Advice:
 
 
 def advise(config: EngineConfig, capacity: Capacity, cost: CostModel, target: Target) -> Advice:
-    """Finds the most clients at a time for which a target is met, by the real scheduler with a cost model.
+    """Finds the most clients at a time, up to `max_num_seqs`, for which a target is met, by the real
+    scheduler with a cost model.
 
     The returned figures are for that number of clients, or for one client if even that misses the target.
     """

@@ -28,7 +28,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class VirtualClock:
-    """A clock in seconds that advances only when it is told to."""
+    """A clock in seconds that advances only when `now` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -124,7 +124,8 @@ class RowProcessors:
                 return
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
-        """Calls each processor in order; an exception is stored in `error`."""
+        """Calls the processors in order. An exception is stored in `error` and ends the calls, also those of
+        later tokens."""
         for name, call in () if self.error else self._calls:
             try:
                 call(token_ids, logits)

@@ -57,8 +57,8 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling and end of one request. Defaults have no effect; temperature 0 is greedy. The ranges of
-    numbers apply both to clients' values and to what the engine receives.
+    """Sampling and end of one request. A parameter at its default changes nothing; temperature 0 is greedy.
+    The ranges of numbers apply both to clients' values and to what the engine receives.
 
     Order of the transforms is that of transformers: penalties, logit bias, bans (n-grams, bad words,
     min-tokens masks), then temperature, top-k, top-p, min-p, typical-p.
@@ -308,7 +308,8 @@ def parse_sampling_params(
 
 
 def check_limits(params: SamplingParams) -> None:
-    """Raises InvalidArgumentError for values that parse_sampling_params would refuse."""
+    """Raises InvalidArgumentError for numbers, grammars and combinations that parse_sampling_params would
+    refuse. The number and length of strings and the number of biases are not checked."""
     try:
         msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
     except msgspec.ValidationError as error:

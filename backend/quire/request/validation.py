@@ -10,8 +10,8 @@ from quire.request.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidArgumentError for a prompt that the model cannot take; at least one token must be left to
-    generate."""
+    """Raises InvalidArgumentError for a prompt that is empty, leaves no token to generate, or has a token id
+    outside the vocabulary."""
     if not prompt_token_ids:
         raise InvalidArgumentError("prompt", "must hold at least one token")
     check_prompt_length(len(prompt_token_ids), max_model_len)

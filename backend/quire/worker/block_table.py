@@ -34,7 +34,8 @@ class BlockTable:
         self._free_rows.append(row)
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Appends blocks to each group's table of a row; an id of -1 is a block outside the window."""
+        """Appends block ids to each group's table of a row. An id of -1 (NULL_BLOCK) is an entry without a
+        block, and is stored as 0."""
         assert len(block_ids) == len(self.table), "one list of blocks per KV group"
         for group, ids in enumerate(block_ids):
             if not ids:

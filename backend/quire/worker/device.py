@@ -14,7 +14,8 @@ _ALIGNMENT = 16
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Returns the array as a tensor on `device`; the host does not wait for the copy.
+    """Returns the array as a tensor on `device`; the host does not wait for the copy. On a CPU the tensor
+    shares the array's memory.
 
     The copy goes through pinned memory, because a copy from pageable memory would wait for the device.
     torch's allocator reuses pinned memory only after the copies from it have ended.

@@ -20,11 +20,11 @@ REPEATS = 5
 
 @functools.lru_cache
 def measure_limits(device: torch.device, dtype: torch.dtype, num_threads: int) -> DeviceLimits:
-    """Measures both limits once per process: the best of a few runs, because other load can only slow a run
-    down.
+    """Measures both limits, once in a process for the same arguments: the best of a few runs, because other
+    load can only slow a run down.
 
     Args:
-        dtype: type of the products' operands; quantised models use a faster one.
+        dtype: type of the product's operands. Kernels of quantised models may use a faster type.
         num_threads: number of threads for both measurements, on a CPU.
 
     Raises:

@@ -4,8 +4,8 @@ Its KV cache has as many blocks as the target model's. A token has the same slot
 of the full-attention layers, so the scheduler need not know of the draft model. What it writes to a shared
 block is the same for all requests that share it.
 
-It computes nothing of a request before drafts are wanted. Then it computes all tokens that it lacks,
-including a prompt found in the prefix cache.
+The draft model computes nothing of a request before drafts are wanted. Then it computes all tokens that its
+cache lacks, including a prompt found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.worker.sampling_batch import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
 
 _FEW = 16
-"""Most tokens of a request that it may lack without the step counting as a catch-up."""
+"""Most tokens of a request that the draft model may lack without the step counting as a catch-up."""
 
 
 def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
@@ -183,7 +183,7 @@ class DraftModel:
             rows: sampling rows of the spans to sample after.
 
         Returns:
-            int64 [len(rows)]; an arbitrary token where the logits are not finite.
+            int64 [len(rows)]; token 0 where the logits hold NaN or have no finite maximum.
         """
         positions, meta, last = self._inputs(spans, table)
         inputs = ForwardInputs(input_ids, positions, self.kv_cache, [meta], last[: len(rows)])

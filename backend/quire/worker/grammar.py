@@ -124,7 +124,7 @@ class RowGrammar:
     """The state of one row in its grammar.
 
     Invariants: the matcher has consumed exactly `token_ids[:_num_seen]`, or has failed, or has ended. Only
-    the task under way may use it; `_wait` returns it to the caller.
+    the task under way may use the matcher; after `_wait` the caller may.
     """
 
     __slots__ = (
@@ -160,8 +160,8 @@ class RowGrammar:
         """Consumes tokens sampled after those consumed before, and starts the next mask.
 
         Returns:
-            The number of tokens consumed, which leaves out those after the grammar's end; and whether no
-            token can follow.
+            The number of tokens to keep, which leaves out those after the grammar's end; and whether the
+            grammar has ended. If it has failed, all tokens are kept.
         """
         self._wait()
         if self.error:

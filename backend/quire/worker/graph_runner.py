@@ -4,7 +4,7 @@ attention.
 `DecodeGraphs` records steps in which every request computes one token. A recorded step reads all its changing
 inputs from fixed memory: the block table rows that take part, the lengths of their sequences, and their
 newest tokens if the host knows them. The recorded step itself computes positions, slots, tables and input ids
-from these. So a step costs the host one copy and one replay.
+from these. So a step costs the host one replay and one copy, or two if blocks were appended.
 
 `PromptGraphs` handles the other steps of few tokens. Their attention depends on the batch in ways that cannot
 be recorded; it runs eagerly between recorded pieces.
@@ -166,8 +166,9 @@ class DecodeGraphs:
                     self._graph(size, is_adapted=is_adapted)
 
     def can_run(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Returns whether all rows of a step compute one token and sample, and a recorded size is large
-        enough."""
+        """Returns whether a recorded step can compute these rows. Each row must compute one token and sample
+        one token, and not compute a token of a prompt with images. If only the recorded sizes are too small,
+        counts a miss."""
         requests = self.batch.requests
         for item in scheduled:
             if item.num_scheduled_tokens != 1 or not item.samples or requests[item.request_id].choices:
@@ -262,7 +263,8 @@ class DecodeGraphs:
 
 
 def token_sizes(max_num_tokens: int, few: bool = False) -> list[int]:
-    """Returns the token counts to record in pieces: multiples of 16, of 32 from 128 on, of 64 from 256 on.
+    """Returns the token counts to record in pieces: multiples of 16, of 32 from 128 on, of 64 from 256 on,
+    and the largest.
 
     `few`: whether to add smaller ones, for decode steps.
     """
@@ -335,7 +337,7 @@ class PromptGraphs:
                     self._pieces_of(size, is_adapted=is_adapted)
 
     def can_run(self, num_tokens: int) -> bool:
-        """Returns whether steps of this many tokens are recorded."""
+        """Returns whether a recorded size is large enough for this many tokens; if not, counts a miss."""
         if num_tokens > self.sizes[-1]:
             self.num_misses += 1
             return False

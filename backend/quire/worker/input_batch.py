@@ -70,7 +70,7 @@ class CachedRequest:
 
     def on_token(self, token_ids: list[int]) -> None:
         """Records that the host now knows the oldest pending token, and the tokens sampled after it from
-        drafts."""
+        drafts. No effect with beam search."""
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
             self.token_ids += token_ids
@@ -125,7 +125,7 @@ class StepInputs:
     """[num_samples]: index of the row in the step and its request, once for each choice or draft to
     sample."""
     sample_rows: torch.Tensor
-    """int64 [num_logits]: block table row of each request."""
+    """int64 [num_logits]: block table row of the request that each row of logits belongs to."""
     sampling_rows: list[SamplingRow]
     """[num_samples]: sampling row of each sample."""
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """KVCache: the memory of the paged KV cache, and its size.
 
-It is one allocation of `num_blocks` blocks. A block holds the data of all layers of one KV group, layer after
-layer, for `block_size` tokens or for the state of one request. So moving a block (swap, transfer, copy on
-write) is a single copy. Each layer has the same number of bytes in a block, the most that any of them needs.
-The model's KV spec, and layers that keep a state, define the content.
+The cache is one allocation of `num_blocks` blocks. A block holds the data of all layers of one KV group,
+layer after layer, for `block_size` tokens or for the state of one request. So moving a block (swap, transfer,
+copy on write) is a single copy. Each layer has the same number of bytes in a block, the most that any of them
+needs. The model's KV spec, and layers that keep a state, define the content.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from quire_kernels.quantized_kv import KVLayer
 logger = logging.getLogger("quire")
 
 DEFAULT_CPU_SHARE = 0.25
-"""Most of a host's free memory for a pool without a configured size, as a fraction."""
+"""Largest fraction of a host's free memory for a pool without a configured size or
+`cpu_memory_utilization`."""
 DEFAULT_CPU_BYTES = 2 * 2**30
-"""Bytes of such a pool, unless one sequence needs more: the host has other work to do."""
+"""Most bytes of a pool in host memory without a configured size or `cpu_memory_utilization`, unless one
+sequence needs more: the host has other work to do."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,16 @@ def num_blocks_for(
 
     The size is `num_blocks`, else `kv_cache_memory`. Else on cuda it is what `gpu_memory_utilization` leaves
     after the weights. Else on cpu it is what `max_num_seqs` sequences of `max_model_len` need, capped by
-    `cpu_memory_utilization` of the memory now available. If that is not configured either,
-    `DEFAULT_CPU_BYTES` is a cap, too, unless one sequence needs more.
+    `cpu_memory_utilization` of the memory now available. If that is not configured either, the caps are
+    `DEFAULT_CPU_SHARE` of that memory and, unless one sequence needs more, `DEFAULT_CPU_BYTES`.
 
     Args:
         blocks_per_sequence: most blocks that one sequence of `max_model_len` needs, over all KV groups.
         memory: the device's memory.
 
     Raises:
-        ConfigError: the pool could not hold one sequence of `max_model_len`.
+        ConfigError: the pool could not hold one sequence of `max_model_len`, or on a host it would be larger
+            than the available memory.
     """
     if cache.num_blocks is not None:
         num_blocks, source = cache.num_blocks, f"num_blocks={cache.num_blocks}"

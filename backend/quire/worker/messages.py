@@ -23,7 +23,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded."""
+    """Answer of a rank to Start and to WAKE: its model is loaded."""
 
     info: RunnerInfo
     block_bytes: int

@@ -72,15 +72,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 MAX_GRAPH_TOKENS = 512
-"""Most tokens of a step with prefill rows that is replayed as CUDA graphs."""
+"""Most tokens of a step that PromptGraphs replays."""
 
 
 def resolve_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """Returns the device for a configuration. `auto` is cuda if a device is visible, else cpu; each rank uses
-    its own GPU.
+    """Returns the device for a configuration. `auto` is cuda if a device is visible, else cpu. With several
+    ranks each uses its own GPU, which becomes the current device.
 
     Raises:
-        ConfigError: cuda was configured and there is no device, or not one for each rank.
+        ConfigError: cuda was configured and there is no device, or there are CUDA devices but not one for
+            each rank.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -258,7 +259,7 @@ class ModelRunner:
                 has_slots=has_slots,
             )
         self._launched: deque[LaunchedStep] = deque()
-        """Launched steps whose tokens the host does not know yet, the oldest first."""
+        """Launched steps that were not collected yet, the oldest first."""
 
     def _load_draft(self, target: DecoderConfig) -> Model:
         """Loads the draft model's weights, after checking that it can guess for the target."""
@@ -279,7 +280,8 @@ class ModelRunner:
         return loaded.model
 
     def sleep(self) -> None:
-        """See `Runner`. Frees what `_load` created; the device's context, kernels and threads stay."""
+        """See `Runner`. Frees what `_load` created, except `info`; the device's context, kernels and threads
+        stay."""
         for writer in filter(None, self._cache_writers):
             writer.stop()  # it holds the weights
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:

@@ -1,8 +1,8 @@
 """Runs the ModelRunner of one rank in its own process: the other half of `quire.engine.worker_group`.
 
-It receives a Start over its socket, answers with Ready or Failed, and then computes one SchedulerOutput after
-another until the socket is closed or the engine is dead. On the CPU the engine maps the memory of the KV
-cache, too: the engine moves blocks, this process computes.
+It receives a Start over its socket, answers with Ready or Failed, and then computes SchedulerOutputs and
+carries out the requests WARM_UP, SLEEP and WAKE until the socket is closed or the engine is dead. On the CPU
+the engine maps the memory of the KV cache, too: the engine moves blocks, this process computes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ restart.
 
 Order of the transforms: logits processors, the grammar's mask, repetition penalty, presence and frequency
 penalties, logit bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample temperature,
-top-k, top-p, min-p, typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a
+top-k, top-p, min-p, typical-p. A bias cannot revive a banned token. Ties: greedy chooses the lowest id; a
 filter keeps every token tied with the last one it keeps, so the outcome does not depend on the order of a
 sort.
 
@@ -54,8 +54,9 @@ class Draw:
     token_ids: torch.Tensor
     """int64 [N]; -1 where the logits hold NaN or have no finite maximum."""
     logprobs: list[tuple[list[int], list[int], TopLogprobs]] = field(default_factory=list)
-    """(n row indices, how many log-probabilities each reports after the first, those of n rows). The first is
-    that of the sampled token, or of a beam's best."""
+    """Groups of rows: the indices of n rows, the number of entries that each reports after its first, and the
+    log-probabilities of the n rows. The first entry is that of the sampled token, or of a beam's best
+    token."""
     errors: dict[int, RowOutput] = field(default_factory=dict)
     """Output with the error of each sample whose grammar or logits processor failed, by index of the
     sample."""
@@ -91,7 +92,7 @@ def join_drafts(
 
     Args:
         outputs: [N], each with one token or an error.
-        rows: [N], index of the row in the step of each.
+        rows: [N], for each output the index of its row in the step.
         drafts: draft tokens by index of the row; a row with drafts has one sample more than drafts.
 
     Returns:

@@ -41,17 +41,18 @@ class SamplingRow:
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
     seed: int
-    """Seed in [0, 2**64): the request's own, or one that the runner drew when the request arrived."""
+    """Seed of this choice in [0, 2**64), by `choice_seed` from the request's seed, or from one that the
+    engine chose when the request arrived. Greedy rows do not use it."""
     num_pending: int = 0
     """Number of tokens after `token_ids` that were sampled but are known only to the device."""
     grammar: RowGrammar | DraftGrammar | None = None
-    """Grammar of `params.structured_output`; None: there is none, or this process is not a worker."""
+    """Grammar of `params.structured_output`; None: no grammar restricts this row."""
     processors: RowProcessors | None = None
     is_beam: bool = field(init=False, repr=False, compare=False)
     """Whether beam search wants candidates instead of a token."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
     has_transforms: bool = field(init=False, repr=False, compare=False)
-    """Whether any transform may change the logits before the temperature is applied."""
+    """Whether penalties, biases or bans may change the logits; leaves out grammars and logits processors."""
     wants_best_only: bool = field(init=False, repr=False, compare=False)
     """Whether only the largest of the model's untransformed logits matters."""
     filters: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)

@@ -33,7 +33,7 @@ class TokenSet:
     __slots__ = ("_counts", "_ids", "_num_shared", "_shared", "_slots")
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
-        """A TokenSet holds the ids passed in. Each starts at count 0."""
+        """Adds these ids, each once and with count 0."""
         self._shared: tuple[dict[int, int], ...] = ()
         self._num_shared = 0
         self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(token_ids))}
@@ -158,7 +158,7 @@ class BadWords:
         # As in transformers, a bad word that is just EOS is not banned: it would never let a request end.
         short = [word[0] for word in words if len(word) == 1 and word[0] not in eos_token_ids]
         self.always: IntArray = np.array(short, dtype=np.int64)
-        """Token ids of the words that have one token."""
+        """Token ids of the words that have one token, without EOS."""
         self._after: dict[int, list[tuple[bytes, int]]] = {}
         self._longest = 0
         for word in words:

@@ -27,7 +27,8 @@ class AdmissionControl:
     """Bounds the queue and predicts a new request's time to first token (TTFT).
 
     The model of a step's duration is a + b * prefill tokens. a and b are fitted to past steps, whose weights
-    fade with MEMORY_S. All methods are O(1). Without history every request is accepted.
+    fade with MEMORY_S. All methods are O(1). Without history nothing is predicted, and only a full queue
+    refuses requests.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -38,7 +39,8 @@ class AdmissionControl:
         self._departures = 0.0
 
     def set_default_deadlines(self, request: Request) -> None:
-        """Sets the configured deadlines, counted from arrival, on a request that states none."""
+        """Sets each configured deadline, counted from arrival, that the request does not state. The engine's
+        own requests get none."""
         config, given = self._config, request.scheduling
         if given.is_internal:
             return
@@ -110,7 +112,8 @@ class AdmissionControl:
         num_running_tokens: int = 0,
         ahead: tuple[int, int] | None = None,
     ) -> None:
-        """Raises if a new request must be refused; changes nothing.
+        """Raises if a new request must be refused; changes nothing. The engine's own requests are never
+        refused.
 
         Args:
             num_running_tokens: prompt tokens that running requests have still to compute.
@@ -118,8 +121,8 @@ class AdmissionControl:
 
         Raises:
             UnavailableError: the queue is full, or the predicted time to first token exceeds
-                `max_predicted_ttft_ms` or the request's own deadline. The message names the limit, and when
-                to retry if that is known.
+                `max_predicted_ttft_ms` or the request's own deadline. The message names the limit;
+                `retry_after_s` is set if it is known.
         """
         config = self._config
         if request.scheduling.is_internal:
@@ -179,8 +182,8 @@ class AdmissionControl:
 
 
 class DeadlineHeap:
-    """A heap of requests by deadline. Ended requests are dropped when they reach the top, and all at once
-    when they may be the majority. push is O(log n) amortised, and so is each request that expires."""
+    """A heap of deadlines of requests. Deadlines without effect are dropped when they are due, and all at
+    once when they may be the majority. push is O(log n) amortised, and so is each request that expires."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str, Request]] = []
@@ -188,8 +191,7 @@ class DeadlineHeap:
         self._sweep_at = 64
 
     def __len__(self) -> int:
-        """Returns the number of deadlines held, including those of ended requests that were not dropped
-        yet."""
+        """Returns the number of deadlines held, including those without effect that were not dropped yet."""
         return len(self._heap)
 
     def push(self, request: Request) -> None:

@@ -14,9 +14,10 @@ Rates = Callable[[], tuple[float | None, float | None]]
 class PreemptionCost:
     """Compares the time to recompute tokens with the time to move their blocks out and back.
 
-    Mode `auto` takes the smaller time by measured rates; the other modes are fixed. To obtain measurements,
-    `auto` swaps while no copy out was measured. While no copy back was measured, it is assumed as fast as the
-    copy out. While no prefill was measured, `auto` recomputes. Copies that overlap with steps count in full.
+    Mode `auto` chooses the smaller time by measured rates; the other modes are fixed. While no prefill was
+    measured, `auto` recomputes. After that it swaps while no copy out was measured, to obtain a measurement.
+    A copy back that was not measured is assumed as fast as the copy out. Copies that overlap with steps count
+    in full.
 
     Args:
         mode: recompute, swap or auto.

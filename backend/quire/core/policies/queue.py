@@ -34,7 +34,7 @@ class QueuePolicy(ABC):
     The first push gives a request its `rank`: (key, arrival sequence number). The rank never changes; a
     smaller one is served earlier. Preempted requests return to the place of their rank, and the rank decides
     which request is preempted. Without another rule the key is 0, so that ranks follow the order of arrival
-    at the engine.
+    at the engine. Among equal keys, requests from an engine that died come first.
 
     The scheduler must also call on_admitted() for each request that begins to run, after it was removed and
     its cached prefix is known; on_left() for each request that stops running; and on_tokens() for the tokens
@@ -300,7 +300,8 @@ class _Account:
         self.tenant = tenant
         self.number = number
         self.counter = 0.0
-        """Service that the tenant has received: weighted tokens divided by the tenant's weight."""
+        """Weighted tokens that the tenant was charged, divided by the tenant's weight; lifted when the tenant
+        begins to wait (see FairQueue)."""
         self.queue = RankedRequests()
         self.in_heap = False
 

@@ -130,7 +130,8 @@ class OnDemand(Reservation):
 
 
 class NoEvict(Reservation):
-    """Requires room for each request's longest output, so that none is ever preempted for memory."""
+    """Requires room for each request's longest output, so that none is preempted for memory. The exception is
+    a request admitted while nothing ran: its own choices may preempt each other."""
 
     def _begin(self, running: list[Request]) -> None:
         self._available = self._num_free
@@ -181,8 +182,8 @@ class Predicted(Reservation):
         self._is_new = True
 
     def _remaining(self, done: int, limit: int) -> int:
-        """Returns the expected number of further output tokens of a request with `done` of them and at most
-        `limit` to come."""
+        """Returns the expected number of further output tokens, at least 1, of a request that has `done`
+        output tokens and at most `limit` to come."""
         lengths, expected = self._lengths, limit
         if len(lengths) >= MIN_HISTORY:
             if self._is_new:
@@ -231,8 +232,8 @@ class Predicted(Reservation):
         return True
 
     def _future(self, request: Request, now: int) -> tuple[int, float]:
-        """Returns the index of the grid point at which the request ends, and the blocks per step it takes
-        until then.
+        """Returns the index of the grid point at which the request ends, and the number of blocks by which it
+        grows per step until then.
 
         Args:
             now: blocks it lacks for its known tokens and one more.

@@ -38,9 +38,9 @@ class Tenants:
     into debt. While it holds less than one token, the tenant's requests are refused.
 
     The entry "*" applies to each tenant that is not named, separately; a named tenant has only the limits it
-    states. Clients may invent names. An unnamed tenant is dropped when it has no requests here and a full
-    bucket. Beyond MAX_IDLE_TENANTS tenants without requests, the least recently used is dropped. It returns
-    with a full bucket, as a newly invented name would.
+    states. Clients may invent names, so the accounts of unnamed tenants without requests are dropped in time.
+    One with a full bucket may be dropped at any time. Beyond MAX_IDLE_TENANTS tenants without requests, the
+    least recently used is dropped. It returns with a full bucket, as a newly invented name would.
 
     All methods are O(1). The scheduler calls check_arrival for each request, and on_arrival if it is queued;
     on_admitted when it begins to run and on_left when it stops running; on_waiting when it returns to the
@@ -117,7 +117,7 @@ class Tenants:
         self._count(request, -1, 0)
 
     def on_waiting(self, request: Request) -> None:
-        """Records that a preempted request is in the queue again."""
+        """Records that a preempted request is in the queue again, or that a new choice is to wait or run."""
         self._count(request, 0, 1)
 
     def on_not_waiting(self, request: Request) -> None:
