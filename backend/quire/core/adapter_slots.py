@@ -46,7 +46,8 @@ class AdapterSlots:
         self.num_hits = self.num_loads = self.num_evictions = 0
 
     def begin_plan(self) -> None:
-        """Drops the promises of the previous plan; its waiting requests ask again."""
+        """Drops the promises of the previous plan and empties `waiting`: the waiting requests ask anew in
+        each plan."""
         self._promised.clear()
         self.waiting.clear()
         self.is_reading = False

@@ -10,8 +10,8 @@ from quire.adapters import Adapter
 from quire.core.request import Request
 
 DIGEST_SIZE = 16
-"""Size of a block hash in bytes. It resists deliberate collisions: a collision would show one request
-another's text."""
+"""Size of a block hash in bytes. A hash of this size resists deliberate collisions, by which one request
+could read another's text."""
 
 
 def root_hash(cache_salt: str, adapter: Adapter | None = None) -> bytes:

@@ -6,9 +6,9 @@ are accepted up to the first that differs from the sampled token, so the output 
 (Leviathan et al. 2023, arXiv 2211.17192, preserve the distribution only.)
 
 The guess is prompt lookup, as in Yang et al. 2023, arXiv 2304.04487: what followed an earlier occurrence of
-the newest tokens is expected to follow again. It needs no model, and its accuracy is known for free even
-where it was not tried. A draft model, if there is one, guesses in the runner where prompt lookup finds
-nothing or is less often right.
+the newest tokens is expected to follow again. Prompt lookup needs no model, and its accuracy is known at no
+cost, even in steps that did not verify its guess. A draft model, if there is one, guesses in the runner when
+prompt lookup finds nothing or is less often right.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Drafter:
         """Key of the newest gram."""
         self._keys, self._followers = array("q"), array("q")
         """Keys of all grams in the tokens that were first seen, in ascending order, and the index of the
-        token after each gram. A dictionary would take ten times the memory."""
+        token after each gram. A dictionary would need ten times the memory."""
         self._after: dict[int, int] = {}
         """Index of the token after the latest occurrence of each gram seen later, by the gram's key."""
 
@@ -125,8 +125,8 @@ class Drafter:
         return self.model_chance, self._most
 
     def rate_model(self, num_tried: int, num_right: int) -> None:
-        """Updates the draft model's accuracy with its latest guess. Call it before `see` gets the tokens that
-        followed."""
+        """Updates the draft model's accuracy with its latest guess. Must be called before `see` reads the
+        tokens that followed."""
         if not num_tried:
             return
         self._model_tried_at = self._num_seen

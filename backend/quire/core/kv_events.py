@@ -68,7 +68,8 @@ def external_hash(content_hash: bytes) -> int:
 
 
 class KVEventCollector:
-    """Collects what the cache registers and evicts until `pop_batch` returns it; merges adjacent events.
+    """Collects the events of blocks stored and removed until `pop_batch` returns them; merges adjacent
+    events.
 
     The first batch begins with AllBlocksCleared, so that subscribers forget the blocks of an earlier engine
     at the same address.

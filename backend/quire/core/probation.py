@@ -34,8 +34,8 @@ class _Suspect(NamedTuple):
     sequences: Mapping[int, Request]
     """Unfinished choices of the request by index."""
     goal: float
-    """Number of output tokens that clears it. Ranked choices begin anew and their progress is not known, so
-    only their end clears them."""
+    """Number of output tokens that clears it. Beams begin anew and their progress is not known, so only their
+    end clears them."""
 
 
 class Probation:

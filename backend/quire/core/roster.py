@@ -105,8 +105,9 @@ class Roster:
         """Counts the sequences in the queue by what they wait for; O(waiting).
 
         Args:
-            admission_blocked_by: what holds back the first request that waits for nothing of its own, and so
-                all those behind it (`Planner.admission_blocked_by`).
+            admission_blocked_by: why the latest plan admitted no further request
+                (`Planner.admission_blocked_by`). Sequences that wait for nothing of their own are counted
+                under it.
         """
         choices = tenant = adapter = others = 0
         for request in self.queue:

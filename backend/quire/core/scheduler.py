@@ -47,7 +47,7 @@ class Scheduler:
     """Continuous batching by one rule: `num_computed_tokens` of each request catches up with its `num_tokens`
     under the token budget of a step. The rule covers prefill, chunked prefill, decode, cached prefixes and
     recomputation after a preemption. Policies (`core.policies`) decide the order of admission, the room that
-    a request must find, and which steps take prompts.
+    a request must find, and which steps compute prompts.
 
     Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks.
     Only a request of a larger rank is preempted for them; it returns to the queue at the place of its rank.

@@ -13,7 +13,8 @@ from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
 from quire.request.sampling_params import SamplingParams, choice_seed
 
 ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]
-"""Appends what a row has sampled to its request, ends the request if it is due, and returns the output."""
+"""Appends the sampled tokens of a row to its request, ends the request if one of them ends it, and returns
+the output."""
 Complete = Callable[[Request, FinishReason], None]
 """Ends a request that has generated all its tokens."""
 
@@ -77,7 +78,8 @@ class SequenceGroup:
         return outputs
 
     def resume(self, parent: Request, outputs: dict[int, list[int]], roster: Roster) -> None:
-        """Forks a waiting request as the engine that died had done. Its own output so far is already in it.
+        """Forks a waiting request as the engine that died had done. The output of choice 0 so far is already
+        in `parent`.
 
         Args:
             outputs: tokens so far of the open choices by index. Without an entry for index 0, the first

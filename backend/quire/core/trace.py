@@ -20,7 +20,7 @@ from quire.request.scheduling_params import SchedulingParams
 logger = logging.getLogger("quire")
 
 VERSION = 2
-"""Version of what a record holds, and of the configuration's keys in the header."""
+"""Version of the contents of records, and of the configuration's keys in the header."""
 
 _SCHEDULING: msgspec.Struct = SchedulingParams()
 _SCHEDULING_KEYS = dict(

@@ -101,8 +101,8 @@ class AdapterRegistry:
                 self._missing[name] = one, reason
 
     def saved(self) -> SavedAdapters:
-        """Returns the adapters for an engine that replaces this one. They include those that this engine
-        could not read, since the other may."""
+        """Returns the adapters for an engine that replaces this one. They include adapters that this engine
+        could not read, because the next engine may be able to."""
         missing = {name: one for name, (one, _) in self._missing.items()}
         present = {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
         return missing | present

@@ -59,8 +59,8 @@ class EngineClient:
     def __init__(self, links: Sequence[EngineLink]) -> None:
         self.links = tuple(links)
         self._requests: dict[EngineLink, set[str]] = {link: set() for link in links}
-        """Ids of the open requests of each link; its engine has them, or will get them when it is
-        replaced."""
+        """Ids of the open requests of each link. The link's engine has them; after its death, the next engine
+        gets them."""
         self._commands: dict[str, _Command] = {}
         """Commands without a full answer yet, by token."""
         self._poller = zmq.Poller()

@@ -67,8 +67,8 @@ def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[En
 
 
 def _is_busy(address: EngineAddress) -> bool:
-    """Returns whether the engine is within the time it may take for its present work, such as a long step for
-    others."""
+    """Returns whether the engine is computing and not overdue, for example in a long step for other
+    frontends."""
     heartbeat = address.heartbeat()
     return heartbeat is not None and time.monotonic() <= heartbeat.read()[1] < math.inf
 

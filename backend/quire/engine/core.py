@@ -163,8 +163,8 @@ class EngineCore:
         """Queues a request; it takes part in the next step if there is room.
 
         Args:
-            num_deaths: number of engines that died with it; above 0 it continues, whatever the queue's limits
-                are.
+            num_deaths: number of engines that died while they had the request. Above 0 the request continues,
+                and no limit of the queue refuses it.
             outputs: tokens so far of each open choice; None: no output was reported.
             adapter: name of the LoRA adapter; empty: none.
             adapter_digest: hexadecimal digest of the adapter's content that a continued request needs; empty:

@@ -47,7 +47,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     arrival_time: Seconds = 0.0
     embeds: EmbedsMessage | None = None
     num_deaths: int = 0
-    """Number of engines that died with it; above 0 the request continues, and no limit refuses it."""
+    """Number of engines that died while they had the request. Above 0 the request continues, and no limit
+    refuses it."""
     outputs: dict[int, list[int]] | None = None
     """Tokens so far of each open choice; None: no choice has any, and the request begins anew."""
     adapter: str = ""

@@ -17,7 +17,7 @@ ENGINE, RUNNER, DEVICE = 1, 2, 3
 
 @dataclass(slots=True)
 class _Kind:
-    """Sums over all steps of one kind."""
+    """Sums over all steps of one kind whose computing was timed."""
 
     num_steps: int = 0
     num_rows: int = 0

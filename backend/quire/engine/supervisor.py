@@ -3,9 +3,9 @@
 Frontends of one tritonserver with equal engine configurations share an engine: the instances of a model
 (`instance_group count: N`), and other models over it, such as a non-decoupled variant. They meet in a
 directory named after the server's process and a hash of the configuration and of the state of the
-checkpoint's files. The frontend that gets the directory's lock first starts the engine; one that finds it
-dead starts the next generation. So a model reloaded after its checkpoint changed gets a new engine, while
-other models keep the old weights.
+checkpoint's files. The frontend that gets the directory's lock first starts the engine; a frontend that finds
+the engine dead starts the next generation. So a model reloaded after its checkpoint changed gets a new
+engine, while other models keep the old weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EngineAddress:
     generation: int
     start_time: int
     directory: Path | None = None
-    """Directory with its suspects and its heartbeat; None: it has none."""
+    """Directory with the engine's suspects and heartbeat; None: the engine has none."""
 
     def in_flight_suspects(self) -> InFlightSuspects:
         """Returns the suspects in flight when the engine died; NO_SUSPECTS: none are known."""
@@ -209,8 +209,8 @@ class EngineSupervisor:
         return state
 
     def _wait_ready(self, directory: RuntimeDirectory, begun: EngineState) -> EngineAddress:
-        """Waits for a starting engine and returns its address; it may have been started by a frontend that
-        died since."""
+        """Waits for a starting engine and returns its address. The engine may have been started by a frontend
+        that has died since."""
         deadline = time.monotonic() + self.config.frontend.startup_timeout_s
         while True:
             is_alive = begun.is_alive  # before what it says is read
@@ -318,7 +318,7 @@ def _server_name(pid: int, start_time: int) -> str:
 
 
 def _boot_id() -> str:
-    """The system's boot id; empty where the system does not say (some sandboxes)."""
+    """Returns the system's boot id; empty: it cannot be read, as in some sandboxes."""
     try:
         return BOOT_ID.read_text("ascii").strip()
     except OSError:

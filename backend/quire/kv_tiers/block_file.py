@@ -70,8 +70,8 @@ def read_block(path: Path, fingerprint: str, key: bytes, out: BlockArray) -> Non
 
     Raises:
         FileNotFoundError: there is no such file.
-        DamagedBlockError: it is truncated, changed, of another key, size or fingerprint.
-        OSError: it cannot be read.
+        DamagedBlockError: the file is truncated or changed, or of another key, size or fingerprint.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         header = file.read(HEADER_BYTES)

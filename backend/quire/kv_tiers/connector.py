@@ -42,8 +42,8 @@ class KVConnector(ABC):
     """A store of blocks by key.
 
     A key (16 to 32 bytes) identifies its content. Until the key is dropped, each save of it has equal
-    content, so a store may keep the block it has. A store may forget any block at any time, unless it says
-    otherwise.
+    content, so a store may keep the block it has. A store may forget any block at any time, except those that
+    it promises to keep, such as the pinned ones of HostTier.
 
     Threads: any thread may call any method at any time, also while another call is under way; only `close` is
     called last and once. The engine's and the runner's threads call `contains`, `save`, `touch`, `prefetch`,
@@ -70,8 +70,8 @@ class KVConnector(ABC):
     def save(self, keys: Sequence[bytes], data: BlockArray) -> None:
         """Copies blocks into the store; `data` [len(keys), block_bytes] is overwritten after the return.
 
-        It must return fast. Slow writes belong on a thread of the store behind a bounded queue; if that is
-        full, blocks are skipped.
+        Must return fast. Slow writes belong on a thread of the store behind a bounded queue; if that is full,
+        blocks are skipped.
         """
 
     @abstractmethod

@@ -4,8 +4,8 @@ The configuration key `logits_processors` maps names to "file.py:Class" (relativ
 directory, and inside it) or "package.module:Class". Nothing else is ever imported. A request names entries of
 that mapping and may pass arguments to them.
 
-Such a class is a `LogitsProcessor`. It runs in the process that computes steps, between them. All requests
-wait while it runs, and while it is constructed. An exception ends only its own request.
+Such a class is a `LogitsProcessor`. Steps call it on the thread that computes them, so all requests wait
+while it runs, and while it is constructed. An exception ends only its own request.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     """Most tokens to generate; None: as many as the model length leaves."""
     min_tokens: _Count = 0
-    """EOS, stop ids and stop strings are ignored until this many tokens exist."""
+    """Until this many tokens exist, stop strings are ignored, and stop ids and (without `ignore_eos`) EOS are
+    not sampled."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: _Count = 0
     """Keep the k most likely tokens; 0: all."""

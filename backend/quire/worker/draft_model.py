@@ -1,8 +1,8 @@
 """DraftModel: a smaller model that guesses the next tokens of requests.
 
 Its KV cache has as many blocks as the target model's. A token has the same slot in both, by the block table
-of the full-attention layers, so the scheduler need not know of the draft model. What it writes to a shared
-block is the same for all requests that share it.
+of the full-attention layers, so the scheduler need not know of the draft model. Requests that share a block
+would all write the same content to it.
 
 The draft model computes nothing of a request before drafts are wanted. Then it computes all tokens that its
 cache lacks, including a prompt found in the prefix cache.

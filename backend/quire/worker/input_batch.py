@@ -122,8 +122,7 @@ class StepInputs:
     """int64 [num_logits]: the last token of each row that samples, and the tokens before it that drafts
     follow."""
     samples: list[tuple[int, CachedRequest]]
-    """[num_samples]: index of the row in the step and its request, once for each choice or draft to
-    sample."""
+    """[num_samples]: index of the row in the step and its request, once for each token to sample."""
     sample_rows: torch.Tensor
     """int64 [num_logits]: block table row of the request that each row of logits belongs to."""
     sampling_rows: list[SamplingRow]

@@ -115,7 +115,7 @@ def num_blocks_for(
 _ALIGNMENT = 16
 """Alignment of a state in bytes."""
 _LARGE_BLOCKS = 64
-"""Block sizes beside states are multiples of this many tokens, as attention's tiles are."""
+"""Block sizes derived from states are multiples of this many tokens, as are the tiles of attention."""
 
 
 def _block_size(cache: CacheConfig, model: Model) -> int:
@@ -153,8 +153,8 @@ class KVLayout:
 
         Raises:
             ConfigError: `max_model_len` exceeds the checkpoint's limit, `block_size` does not divide the size
-                of its attention chunks, its layers keep states and drafts are configured, or the model does
-                not support `kv_cache_dtype`.
+                of the checkpoint's attention chunks, layers keep states although drafts are configured, or
+                the model does not support `kv_cache_dtype`.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = _block_size(config.cache, model), config.cache.kv_cache_dtype

@@ -11,8 +11,8 @@ from quire.core.request import Request
 class RankedRequests:
     """Requests with distinct ranks in a sorted array, the smallest rank first.
 
-    push and remove take a binary search and one memory move, some 20 us at 100 000 requests. A walk takes a
-    binary search per request.
+    push and remove cost a binary search and a memory move each, some 20 us at 100 000 requests. A walk costs
+    a binary search per request.
     """
 
     def __init__(self) -> None:
