@@ -116,8 +116,8 @@ class Drafter:
         return self._has_model and (not self.guess or self.chance < self.model_chance)
 
     def next(self) -> tuple[float, int]:
-        """Returns the probability that each token of the next guess is right, and the number of its tokens, 0
-        if none."""
+        """Returns the probability that each token of the next guess is right if those before it are, and the
+        number of tokens in the guess, 0: no guess."""
         if not self.uses_model:
             return self.chance, len(self.guess)
         if self._num_seen - self._model_tried_at >= _RETRY:

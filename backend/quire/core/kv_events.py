@@ -53,7 +53,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
-    """The KV events between two steps, in order."""
+    """The KV events since the previous batch, in order."""
 
     ts: float
     """Seconds since the epoch."""

@@ -61,7 +61,8 @@ class Probation:
         return bool(self._suspects) or self.in_flight_suspects is not NO_SUSPECTS
 
     def add(self, request: Request, sequences: Mapping[int, Request]) -> None:
-        """Adds a request of an engine that died. `sequences`: the roster's unfinished sequences of it."""
+        """Adds a request of an engine that died. `sequences`: the roster's unfinished sequences of the
+        request, by index."""
         begins_anew = request.sampling_params.beam_width > 1
         goal = math.inf if begins_anew else _num_tokens(sequences) + self._num_proving
         self._suspects[request.request_id] = _Suspect(request, sequences, goal)
@@ -78,7 +79,7 @@ class Probation:
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
-        """Records that rows of these requests are in flight."""
+        """Updates `in_flight_suspects`. `requests`: those of all rows in flight."""
         group_ids = {request.group_id for request in requests}
         at_risk = tuple(sorted(group_ids & self._suspects.keys()))
         suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS

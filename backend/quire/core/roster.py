@@ -97,7 +97,7 @@ class Roster:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Number of tokens that running requests lack beyond their next one."""
+        """Sum of the tokens that the running requests have still to compute, less one for each request."""
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 

@@ -36,7 +36,7 @@ class BlockTransfers:
         self.kv = kv
         self.tiers = tiers
         self.num_loaded_tokens = 0
-        """Number of tokens since start that a KV tier held, so that they were not computed."""
+        """Number of tokens since start that were not computed, thanks to complete loads from the KV tiers."""
         self.num_swaps = 0
         self._should_swap = should_swap
         self._saves: list[KVSave] = []

@@ -79,7 +79,7 @@ class AdapterRegistry:
         self.requests: Mapping[str, Request] = {}
         """The scheduler's unfinished requests by id."""
         self.on_done: Callable[[], None] = lambda: None
-        """Called on the reading thread whenever `poll` has something to do."""
+        """Called when a read has ended, usually on the reading thread; `poll` processes the result."""
         self.on_change: Callable[[SavedAdapters], None] = lambda saved: None
         """Called with the present adapters whenever they change."""
         if saved is None:
@@ -205,7 +205,8 @@ class AdapterRegistry:
         )
 
     def wait(self) -> None:
-        """Waits at most READ_WAIT_S for weights that are being read; returns at once if none are."""
+        """Waits at most READ_WAIT_S until a read of dropped weights ends; returns at once if none is under
+        way."""
         if self._reads:
             wait(self._reads.values(), READ_WAIT_S, return_when=FIRST_COMPLETED)
 

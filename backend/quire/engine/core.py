@@ -404,7 +404,7 @@ class EngineCore:
         return {"resident_bytes_before": before, "resident_bytes": resident_bytes()}
 
     def wake(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
-        """Loads the same weights again and accepts requests.
+        """Loads the same weights again if the engine is asleep, and accepts requests.
 
         Args:
             meanwhile: called while another thread works, with the future of that work.

@@ -147,7 +147,8 @@ class EngineLoop:
             self._stopping = True
 
     def run(self) -> None:
-        """Runs until the last frontend or the server is gone, or `stop` was called.
+        """Runs until the last frontend or the server is gone, `stop` was called, or no frontend has come in
+        time.
 
         An exception means that the engine is broken. Its frontends continue its requests in the next engine.
         """

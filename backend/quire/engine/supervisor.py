@@ -153,8 +153,12 @@ class EngineSupervisor:
 
     @contextlib.contextmanager
     def _met(self, timeout_s: float = math.inf) -> Iterator[RuntimeDirectory]:
-        """Locks the directory, with this frontend registered in it. Raises TimeoutError if another process
-        holds the lock for all of `timeout_s`."""
+        """Locks the directory, with this frontend registered in it.
+
+        Raises:
+            TimeoutError: `timeout_s` is 0, and another process holds the lock.
+            UnavailableError: the directory cannot be opened or locked, or `close` was called.
+        """
         try:
             with RuntimeDirectory.locked(self.directory, timeout_s) as directory:
                 if self._closing.is_set():  # what begins here now, nobody would end

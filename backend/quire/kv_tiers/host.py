@@ -28,8 +28,8 @@ class HostTier(KVConnector):
         """Allocates and touches the memory.
 
         Raises:
-            ConfigError: the capacity is less than one block, or more than the memory of the machine or our
-                control group.
+            ConfigError: the capacity is less than one block, or more than the memory available on the machine
+                and in our control group.
         """
         self.num_slots = capacity_bytes // block_bytes
         if self.num_slots < 1:

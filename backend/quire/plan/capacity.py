@@ -27,7 +27,8 @@ GPU_CONTEXT_BYTES = 2**29
 ENGINE_BYTES = 160 * 2**20
 """Host memory of an engine's process that the planning process lacks, beside weights and cache; measured."""
 ROUNDS = 8
-"""Number of requests that a simulated client sends one after the other; the first is not counted."""
+"""Number of requests that a simulated client sends one after the other. The first ones do not count in the
+times to first token."""
 
 
 @dataclass(frozen=True)

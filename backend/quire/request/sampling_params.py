@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=1024)] = 0
     logit_bias: dict[_Count, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     bad_words: tuple[str, ...] = ()
-    """Words that never appear. The frontend tokenizes them into `bad_words_ids`."""
+    """Words that must not appear. The frontend tokenizes them into `bad_words_ids`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: tuple[str, ...] = ()

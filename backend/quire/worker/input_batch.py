@@ -59,8 +59,8 @@ class CachedRequest:
         return len(self.token_ids) + self.sampling.num_pending
 
     def on_sampled(self) -> None:
-        """Records that a token was sampled for it (for choice 0, if there are several). Later draws sample
-        one token each.
+        """Records that a token was sampled for the request (for choice 0, if there are several). Later steps
+        sample one token each.
 
         With beam search the token is not part of the sequence yet: the scheduler sends the tokens it chooses.
         """
@@ -78,8 +78,8 @@ class CachedRequest:
             self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
     def on_failed(self) -> None:
-        """Records that the oldest pending token is invalid, so that the request ends. An arbitrary token
-        takes its place, since steps in flight compute nothing that is used."""
+        """Records that the oldest pending token is invalid, so that the request ends. Token 0 replaces it,
+        because results of the steps in flight are not used."""
         self.on_token([0])
         self.sampling.processors = self.sampling.grammar = None
 
@@ -151,7 +151,7 @@ class InputBatch:
     """Assigns block table rows to the requests on one worker, and builds the inputs of steps.
 
     Args:
-        kv_cache: the pool that holds their blocks.
+        kv_cache: the pool that holds the requests' blocks.
         block_size: tokens per block.
     """
 

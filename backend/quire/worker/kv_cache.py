@@ -66,10 +66,10 @@ def num_blocks_for(
 ) -> int:
     """Returns the number of blocks in the pool.
 
-    The size is `num_blocks`, else `kv_cache_memory`. Else on cuda it is what `gpu_memory_utilization` leaves
-    after the weights. Else on cpu it is what `max_num_seqs` sequences of `max_model_len` need, capped by
-    `cpu_memory_utilization` of the memory now available. If that is not configured either, the caps are
-    `DEFAULT_CPU_SHARE` of that memory and, unless one sequence needs more, `DEFAULT_CPU_BYTES`.
+    The size is `num_blocks`, else `kv_cache_memory`. Else on cuda it is the `gpu_memory_utilization` share of
+    the GPU, less all memory in use. Else on cpu it is what `max_num_seqs` sequences of `max_model_len` need,
+    capped by `cpu_memory_utilization` of the memory now available. If that is not configured either, the caps
+    are `DEFAULT_CPU_SHARE` of that memory and, unless one sequence needs more, `DEFAULT_CPU_BYTES`.
 
     Args:
         blocks_per_sequence: most blocks that one sequence of `max_model_len` needs, over all KV groups.

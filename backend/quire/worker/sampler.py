@@ -88,7 +88,7 @@ def join_drafts(
     outputs: Sequence[RowOutput], rows: Sequence[int], drafts: Mapping[int, Sequence[int]]
 ) -> tuple[list[RowOutput], list[int]]:
     """Joins the samples after a row's newest token and after its drafts to one output. It keeps samples up to
-    the first that differs from its draft.
+    and including the first that differs from its draft, and none from the first that failed after a draft.
 
     Args:
         outputs: [N], each with one token or an error.

@@ -37,7 +37,7 @@ class SamplingRow:
 
     params: SamplingParams
     token_ids: list[int]
-    """Prompt and output so far: a reference to a list that others extend, never copied or changed here."""
+    """Prompt and output so far: a list that its owner extends, and that is never changed here."""
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
     seed: int

@@ -42,9 +42,10 @@ class Tenants:
     One with a full bucket may be dropped at any time. Beyond MAX_IDLE_TENANTS tenants without requests, the
     least recently used is dropped. It returns with a full bucket, as a newly invented name would.
 
-    All methods are O(1). The scheduler calls check_arrival for each request, and on_arrival if it is queued;
-    on_admitted when it begins to run and on_left when it stops running; on_waiting when it returns to the
-    queue and on_not_waiting when it ends there; on_tokens for each output token.
+    All methods are O(1). The scheduler calls check_arrival for each request that does not come from a dead
+    engine, and on_arrival for each that is queued; on_admitted when it begins to run and on_left when it
+    stops running; on_waiting when it returns to the queue and on_not_waiting when it ends there; on_tokens
+    for each output token.
 
     Args:
         named: the configuration key `tenants`.
