@@ -141,8 +141,8 @@ class BlockPool:
         retention: int = DEFAULT_RETENTION,
         ttl_s: float | None = None,
     ) -> bool:
-        """Makes a referenced block findable by the hash of its content. No effect if a block with that hash
-        can be found already, or if this block has another hash.
+        """Makes a referenced block findable by the hash of its content. No effect, except perhaps on the
+        retention, if a block with that hash can be found already. No effect if this block has another hash.
 
         Args:
             retention: priority in [0, 100]; blocks with a higher one are evicted later. If content is kept

@@ -157,6 +157,7 @@ class EngineSupervisor:
 
         Raises:
             TimeoutError: `timeout_s` is 0, and another process holds the lock.
+            ConfigError: the directory is not of this user alone.
             UnavailableError: the directory cannot be opened or locked, or `close` was called.
         """
         try:

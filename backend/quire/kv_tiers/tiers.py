@@ -190,7 +190,8 @@ class KVTiers:
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Touches these blocks in all tiers, and begins to copy those from slower tiers that the host tier
-        lacks into it, after all loads. Without a host tier, passes on the hint to each store."""
+        lacks into it, after all loads. Without a host tier, passes on the hint to each store for the blocks
+        that the first store lacks."""
         self.touch(keys)
         wanted = [key for key in keys if not self._tiers[0].contains(key)]
         if self._host is None:
