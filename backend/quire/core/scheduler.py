@@ -450,7 +450,7 @@ class Scheduler:
 
         All steps in flight fail with it, as each depends on earlier ones. How much of them was computed or
         carried out is unknown. So pending block copies are dropped, drops of rows and adapter loads are sent
-        to the runner again, and loads that have not begun are given up.
+        to the runner again, and loads that the runner will never report are given up.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()

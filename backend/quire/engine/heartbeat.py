@@ -47,6 +47,7 @@ class Heartbeat:
         return time.monotonic() > self.read()[1]
 
     def read(self) -> tuple[float, float]:
-        """Returns when the engine last beat and when it is overdue; inf: never, as it is idle."""
+        """Returns when the engine last beat and when it is overdue; inf: never, because it is idle, has no
+        time limit or has not beaten yet."""
         beat, due = _BEAT.unpack_from(self._memory)
         return beat, due or math.inf
