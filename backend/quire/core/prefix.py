@@ -54,8 +54,8 @@ class PrefixLookup:
 
         Args:
             is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.
-            most: most blocks to look for; None: as many as the request may use. Not heeded if the only group
-                has no window and there is no tier.
+            most: most blocks to look for; None: as many as the request may use. Ignored if the only group has
+                no window and there is no tier.
         """
         if self._is_uniform and is_in_tier is None:
             return self._find_uniform(request)

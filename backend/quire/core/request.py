@@ -35,7 +35,7 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
     SHUTDOWN = "shutdown"
     TOOL_CALLS = "tool_calls"
-    """Like STOP, if the answer consists of tool calls; only a frontend sets it."""
+    """Set by a frontend in place of STOP if the answer holds tool calls and all of them are complete."""
 
     def __str__(self) -> str:
         return self.value

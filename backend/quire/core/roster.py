@@ -160,7 +160,7 @@ class Roster:
 
     def preempt(self, request: Request) -> None:
         """Preempts a running request and frees its blocks. Swaps them out first if `BlockTransfers.swap_out`
-        finds it worth while and no block is still to be filled by a copy."""
+        decides to and none of them is still to be filled by a copy."""
         assert request.load_id is None, request
         if request.drafter is not None:
             # What a step under way computes behind its known tokens may be wrong drafts.

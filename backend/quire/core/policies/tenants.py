@@ -38,7 +38,7 @@ class Tenants:
     into debt. While it holds less than one token, the tenant's requests are refused.
 
     The entry "*" applies to each tenant that is not named, separately; a named tenant has only the limits it
-    states. Clients may invent names, so the accounts of unnamed tenants without requests are dropped in time.
+    states. Clients may invent names, so accounts of unnamed tenants without requests are not kept for ever.
     One with a full bucket may be dropped at any time. Beyond MAX_IDLE_TENANTS tenants without requests, the
     least recently used is dropped. It returns with a full bucket, as a newly invented name would.
 
