@@ -10,7 +10,7 @@ from quire.request.sampling_params import SamplingParams
 
 
 def with_bad_words_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """`params` with `bad_words` among `bad_words_ids`.
+    """Returns `params` with the token sequences of `bad_words` added to `bad_words_ids`.
 
     A word is banned as it is tokenized at the start of a text and after a space, since most vocabularies
     hold different tokens for the two.

@@ -30,9 +30,9 @@ from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 REPLACEMENT = "\ufffd"
 
 _WINDOW = 12
-"""Tokens decoded with each new one at most, unless they decode to nothing."""
+"""Length in tokens at which the window is cut, unless what would remain has no decided text."""
 _CONTEXT = 4
-"""Tokens kept when the window is cut: more than the 3 bytes an incomplete UTF-8 sequence can have."""
+"""Tokens kept when the window is cut: more than the 3 bytes that an incomplete UTF-8 sequence can have."""
 _MAX_BYTE_RUN = 16
 """Byte-fallback tokens held back at most. The one deviation from the whole decode: complete characters of a
 longer run are sent and stay, even if a later byte of the same run is invalid."""
@@ -41,15 +41,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """The byte by its letter in GPT-2's names of tokens: printable Latin-1 stands for itself, the other bytes
-    have the letters from U+0100 on."""
+    """Byte by its letter in GPT-2's names of tokens: printable Latin-1 characters stand for themselves, the
+    other bytes have the letters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenDecoder:
-    """Decoder of a tokenizer: all that detokenization needs of it, shared by all requests.
+    """The part of a tokenizer that turns token ids into text, shared by all requests.
 
     Args:
         tokenizer: a tokenizer of transformers, or a `tokenizers.Tokenizer`.
@@ -78,7 +78,7 @@ class TokenDecoder:
                 tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         self.clean_up: Callable[[str], str] | None = None
-        """Cleans up the spaces of a text, where the tokenizer asks for it."""
+        """Cleans up the spaces of a text; None: the tokenizer does not ask for it."""
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             forced = getattr(
                 tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
@@ -106,7 +106,11 @@ class TokenDecoder:
         return decoder
 
     def showing(self, names: Iterable[str]) -> tuple[TokenDecoder, frozenset[str]]:
-        """A decoder to which these special tokens are none, and which of the names are special tokens."""
+        """Returns a copy of this decoder that never skips some special tokens, and the names of these.
+
+        Args:
+            names: names of tokens; those that are no special tokens are ignored.
+        """
         found = {name: self._id(name) for name in names}
         shown = {name: i for name, i in found.items() if i is not None and i in self._special_ids}
         decoder = copy.copy(self)
@@ -115,10 +119,10 @@ class TokenDecoder:
         return decoder, frozenset(shown)
 
     def visible(self, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
-        """The tokens without those that leave no trace in the text.
+        """Returns the tokens that have a part in the text.
 
-        Besides skipped special tokens these are ids beyond the tokenizer's vocabulary, which a model with
-        padded embeddings can produce.
+        Left out are special tokens, if they are to be skipped, and ids beyond the tokenizer's vocabulary,
+        which a model with padded embeddings can produce.
         """
         known = self._is_visible[skip_special_tokens]
         for token_id in token_ids:
@@ -137,8 +141,10 @@ class TokenDecoder:
         return text if self.clean_up is None else self.clean_up(text)
 
     def text_of(self, token_id: int) -> str:
-        """Text of a token behind others, special ones too; empty beyond the vocabulary, and U+FFFD in place
-        of the bytes of a part of a character."""
+        """Text of a token as it is after other tokens, also of a special one.
+
+        It is empty beyond the vocabulary. Bytes that are a part of a character become U+FFFD.
+        """
         text = self._texts.get(token_id)
         if text is None:
             before, seen = self.sentinel or (None, "")
@@ -148,12 +154,12 @@ class TokenDecoder:
         return text
 
     def byte_of(self, token_id: int) -> int | None:
-        """The byte a byte-fallback token stands for; None for other tokens."""
+        """The byte that a byte-fallback token stands for; None for other tokens."""
         match = _BYTE_TOKEN.fullmatch(self._name(token_id) or "") if self.byte_fallback else None
         return None if match is None else int(match[1], 16)
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """The bytes of a token whose text is no whole characters; None where they are not known."""
+        """Bytes of a byte-fallback token, or of any ordinary token of a byte-level tokenizer; else None."""
         if (byte := self.byte_of(token_id)) is not None:
             return bytes([byte])
         name = self._name(token_id) if self._bytes_of_letters and token_id not in self._special_ids else None
@@ -171,7 +177,11 @@ class TokenDecoder:
         return None not in ids and self.decode([i for i in ids if i is not None]).strip() == "中"
 
     def _find_sentinel(self) -> tuple[int, str] | None:
-        """An ordinary token and its text, to stand in for the tokens before a window."""
+        """Finds an ordinary token to stand for the tokens before a window.
+
+        Returns:
+            Token id and text; None: none of those that were tried has a text.
+        """
         for token in ("a", "▁a", "e", "▁the", "0", "A"):
             token_id = self._id(token)
             if token_id is not None and token_id not in self._special_ids and self.decode([token_id]).strip():
@@ -254,12 +264,12 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text decided so far, ended by the stop string: what was taken and what is held back."""
+        """All text decided so far, up to the stop string, whether `take_delta` has returned it or not."""
         return "".join(self._taken) + self._untaken
 
     @property
     def num_tokens_used(self) -> int:
-        """Tokens up to the one that completes the stop string; all that were fed when there is none."""
+        """Number of tokens up to the one that completes the stop string; without one, of all tokens fed."""
         return len(self._token_ids)
 
     def append(self, token_ids: list[int]) -> str | None:
@@ -289,11 +299,12 @@ class IncrementalDetokenizer:
         return self.matched_stop
 
     def take_delta(self, *, flush: bool = False) -> str:
-        """Text that is safe to send and was not taken yet.
+        """Returns the text that is safe to send and was not returned before.
 
         Args:
-            flush: no more tokens will come: everything held back is decided and released, an incomplete
-                UTF-8 sequence as in the whole decode. May find a stop string: see `matched_stop`.
+            flush: no more tokens will come, so everything held back is decided and returned. An incomplete
+                UTF-8 sequence becomes what it is in the whole decode. A stop string may be found in it: see
+                `matched_stop`.
         """
         if flush and not self._finished:
             raw = self._decoder.decode(self._window)[self._emitted :]
@@ -311,7 +322,7 @@ class IncrementalDetokenizer:
     # Stage 1: decoding.
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Text that further tokens decide."""
+        """Adds tokens to the window and returns the text that is decided by them."""
         visible = self._decoder.visible(token_ids, self._skip_special_tokens)
         if not self._decoder.byte_fallback:
             self._window += visible
@@ -350,10 +361,10 @@ class IncrementalDetokenizer:
         return delta
 
     def _cut_window(self) -> None:
-        """Keeps the newest tokens as context for those to come.
+        """Cuts the window to its newest _CONTEXT tokens, if these have decided text.
 
-        Right because decoders look at the start of a text (a stripped first space), which the context
-        hides if it has any text, and at unfinished bytes, which lie well within it.
+        The text of later tokens stays the same. A decoder treats the start of a text specially (a stripped
+        first space), but the start is within the context's text. Unfinished bytes are fewer than the context.
         """
         context = self._window[-_CONTEXT:]
         emitted = len(self._decoder.decode(context)) - self._undecided
@@ -361,7 +372,10 @@ class IncrementalDetokenizer:
             self._window, self._emitted = context, emitted
 
     def _split_run(self) -> str:
-        """Ends the wait for the end of a long run of bytes."""
+        """Decides the complete characters of a byte run that is too long, and returns their text.
+
+        If the run is invalid already, all its text is returned, and its further bytes become U+FFFD.
+        """
         if self._decoder.sentinel is None:
             return ""
         sentinel_id, sentinel_text = self._decoder.sentinel
@@ -395,7 +409,7 @@ class IncrementalDetokenizer:
     # Stage 3: stop strings.
 
     def _accept(self, text: str) -> None:
-        """Adds decided text, unless a stop string ends it."""
+        """Adds decided text up to the first stop string that counts, which ends the text."""
         before, position = self._untaken, 0
         self._untaken += text
         self._length += len(text)
@@ -418,10 +432,10 @@ class IncrementalDetokenizer:
             return
 
     def _count_tokens(self, text: str) -> int:
-        """The least number of leading tokens whose whole decode begins with `text`.
+        """Returns the least number of leading tokens whose whole decode begins with `text`.
 
-        Searched upwards: within a byte run more tokens can make a whole decode worse. Only where it can be
-        long enough: a text whose end is never decided would be decoded once for each of its tokens.
+        The search goes upwards, as within a byte run a further token can make the decode wrong again. Numbers
+        whose decode is too short are skipped, which saves a decode for each token of an undecided tail.
         """
         for count, reach in enumerate(self._reaches, self._settled + 1):
             if reach < len(text):
@@ -432,11 +446,11 @@ class IncrementalDetokenizer:
 
 
 def _safe_cut(text: str) -> int:
-    """The last index at which cleaned halves concatenate to the cleaned whole; 0 if there is none.
+    """Finds the last index at which the two parts, cleaned separately, give the cleaned whole; 0: none.
 
     The clean-up of transformers deletes spaces: those that begin one of its patterns (" .", " n't", " 've",
-    ...), at most 4 characters long, and the last one of " ' ". So no pattern crosses a point behind 4
-    characters that are no spaces. Nor does one cross the point before a space, if the character in front is
+    ...), at most 4 characters long, and the last one of " ' ". So no pattern crosses a point after 4
+    characters that are no spaces. Nor does one cross the point before a space if the preceding character is
     no space, no apostrophe, and no n (" n" can meet "'t" when " ' " between them has become an apostrophe).
     """
     for index in range(len(text), 0, -1):

@@ -1,8 +1,8 @@
-"""GrammarChecker: compiles clients' grammars in a process of its own, so that a hostile one holds up nobody.
+"""GrammarChecker: compiles clients' grammars in a process of its own, so that a hostile one does no harm.
 
 The process is `python -m quire.frontend.grammar_checker DIRECTORY VOCAB_SIZE`. It answers each line, a
-StructuredOutput as JSON, with a line of JSON: the reason why it is refused, empty for none. If it takes more
-time or memory than it may, it is ended, and the next grammar starts another.
+StructuredOutput as JSON, with a line of JSON: the reason why the grammar is refused, or an empty text. A
+process that uses too much time or memory ends, and the next grammar starts another.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from quire.errors import InvalidArgumentError, UnavailableError, describe
 from quire.request.structured_output import StructuredOutput
 
 MAX_COMPILE_S = 0.5
-"""Seconds of CPU for compiling a grammar and the first steps in it: a worker's step may wait so long."""
+"""CPU seconds allowed for compiling a grammar and TRIED_STEPS steps: a worker's step may wait that long."""
 TRIED_STEPS = 4
-"""Steps in which a grammar shows whether it has more alternatives at a time than a step may have."""
+"""Tokens that are tried with a compiled grammar, to find out whether a step has too many alternatives."""
 MAX_WAIT_S = 10.0
-"""Longest wait for an answer, in seconds. A busy machine needs more than MAX_COMPILE_S."""
+"""Longest wait for an answer, in seconds of wall-clock time. A busy machine needs more than MAX_COMPILE_S."""
 START_S = 60.0
 MAX_MEMORY = 2**30
 """Memory that compiling a grammar may use, in bytes, not counting the vocabulary."""
@@ -43,7 +43,7 @@ class GrammarChecker:
     """Refuses grammars that cannot be compiled within its limits. Threads that share it check in turn.
 
     Args:
-        directory: directory of the tokenizer.
+        directory: directory or file of the tokenizer.
         vocab_size: vocabulary size of the model.
     """
 
@@ -81,7 +81,11 @@ class GrammarChecker:
             self._end()
 
     def _start(self) -> str:
-        """Starts the process. Returns why it cannot check grammars; empty if it can."""
+        """Starts the process. Returns why it cannot check grammars; empty if it can.
+
+        Raises:
+            UnavailableError: the process died or was not ready within START_S.
+        """
         self._end()
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
@@ -114,7 +118,7 @@ class GrammarChecker:
         return answer
 
     def _answer(self, timeout_s: float) -> str | None:
-        """A line of the process's; None where it has died, or says nothing in time."""
+        """Waits for the process's next line and returns its text; None: it died, or `timeout_s` passed."""
         assert self._process is not None and self._process.stdout is not None
         if not wait_readable(self._process.stdout.fileno(), timeout_s):
             return None
@@ -137,8 +141,11 @@ class GrammarChecker:
 
 
 def main(directory: str, vocab_size: int) -> None:
-    """Checks one grammar per line of the standard input, until that ends. The answer is a line of JSON:
-    why the grammar is refused, or an empty text."""
+    """Checks one grammar per line of the standard input, until the input ends.
+
+    Writes one line of JSON when it is ready, and one for each grammar: the reason for a refusal, or an empty
+    text. If the vocabulary itself is refused, it writes that reason and ends.
+    """
     from quire.grammar import Vocabulary
 
     def answer(reason: str) -> None:

@@ -23,16 +23,16 @@ from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
 from quire.request.sampling_params import SamplingParams
 
 MAX_UNDECODED = 256
-"""Tokens of a choice that wait to become text together: one call for a long answer would hold up others."""
+"""Number of undecoded tokens at which a choice decodes them: more at a time would hold up others."""
 
 
 @dataclass(slots=True, eq=False)
 class OutputProcessor:
     """State of one choice of a request between engine outputs and responses.
 
-    `process` takes what the engine sent, `pop_output` gives what may be sent on; between two `pop_output`
-    calls any number of outputs may be merged, and unless there are stop strings they become text only then,
-    together. `append` is `process` for the many outputs that are nothing but tokens.
+    `process` adds an engine output, `pop_output` returns what may be sent to the client. Any number of
+    outputs may be merged between two calls of `pop_output`. Without stop strings their tokens are decoded
+    together, in `pop_output` or when there are MAX_UNDECODED. `append` is a fast `process` for most outputs.
 
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
@@ -46,7 +46,7 @@ class OutputProcessor:
     index: int = 0
     stops: InitVar[StopAutomaton | None] = None
     num_wanted: int = sys.maxsize
-    """Pending tokens from which on `append` takes no more, so that its caller looks at them."""
+    """Number of pending tokens from which on a response is wanted: `append` then refuses outputs."""
     item: int = 0
     """Index of the prompt in its request."""
     answer: Answer | None = None
@@ -66,7 +66,7 @@ class OutputProcessor:
     num_continuations: int = 0
     """Number of engines that died before the choice ended."""
     paused_s: float = 0.0
-    """Seconds from these deaths to the next token each."""
+    """Seconds lost to these deaths: from each to the next output or the end. A present pause is not in it."""
     paused_at: float = 0.0
     """When it was paused by a death, CLOCK_MONOTONIC seconds; 0: it goes on."""
     admitted_at: float = 0.0
@@ -74,9 +74,10 @@ class OutputProcessor:
     CLOCK_MONOTONIC seconds; 0: not known yet, or never."""
     first_token_at: float = 0.0
     taken_at: float = 0.0
-    """When it had its latest tokens, where somebody measures that (`triton/vllm_metrics.py`)."""
+    """When the choice had its latest tokens, CLOCK_MONOTONIC seconds; 0: not yet. `triton/vllm_metrics.py`
+    alone sets it."""
     num_counted: int = 0
-    """How many of its tokens are counted there."""
+    """Number of the choice's tokens that `triton/vllm_metrics.py` has counted."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -89,7 +90,7 @@ class OutputProcessor:
     _taken_ids: array[int] = field(default_factory=lambda: array("i"))
     _num_decoded: int = 0
     _num_hidden: int = 0
-    """Last tokens that are no part of the text: a stop token id that ended the choice, or none."""
+    """Number of newest tokens that are no part of the text: 1 if a stop token id ended the choice, else 0."""
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _embedding: bytes = b""
     _prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -112,7 +113,7 @@ class OutputProcessor:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of its tokens; 0 where none is known."""
+        """Mean log-probability of the choice's tokens; 0 if unknown."""
         return (self.cumulative_logprob or 0.0) / max(self.num_output_tokens, 1)
 
     @property
@@ -126,7 +127,10 @@ class OutputProcessor:
         return [*self._taken_ids, *self._token_ids]
 
     def pause(self, now: float) -> None:
-        """The engine died; the choice goes on in the next one, unless it is finished."""
+        """Counts a death of the engine and begins a pause, which the next output ends.
+
+        Does nothing if the choice is finished.
+        """
         if not self.finished:
             self.num_continuations += 1
             self.paused_at = self.paused_at or now
@@ -136,10 +140,12 @@ class OutputProcessor:
         self.paused_at = 0.0
 
     def append(self, output: EngineCoreOutput) -> bool:
-        """Takes a further output that is nothing but tokens, of which there are too few to look at them.
+        """Adds an output that has only tokens, if nothing else is to be done for it yet.
 
         Returns:
-            False for any other output, which is not taken: it is one for `process`.
+            False: nothing was added, and `process` must be called. So it is for a first or last output, one
+            with log-probabilities or an error, with stop strings, after a pause, and when the pending tokens
+            reach `num_wanted` or must be decoded.
         """
         num_tokens = len(self._token_ids) + len(output.new_token_ids)
         if (
@@ -159,7 +165,7 @@ class OutputProcessor:
         return True
 
     def process(self, output: EngineCoreOutput) -> bool:
-        """Takes an output of the engine that is no error.
+        """Adds an engine output that is no error. Outputs after the end are ignored.
 
         Returns:
             True if a stop string ended the choice here, so that the caller must abort it in the engine.
@@ -228,7 +234,10 @@ class OutputProcessor:
     def _parse(
         answer: Answer, detokenizer: IncrementalDetokenizer, token_ids: list[int], *, flush: bool
     ) -> None:
-        """Feeds text to the answer's parser, token by token while reasoning tokens must be counted."""
+        """Decodes tokens and feeds their text to the answer's parser.
+
+        Feeds token by token while reasoning tokens must be counted. With `flush` the answer is finished.
+        """
         position = 0
         while position < len(token_ids) and detokenizer.matched_stop is None:
             size = 1 if answer.counts_tokens else len(token_ids) - position
@@ -241,7 +250,7 @@ class OutputProcessor:
             answer.finish()
 
     def take_prompt_logprobs(self, other: OutputProcessor) -> None:
-        """Moves the prompt's log-probabilities here from the choice of the request that got them."""
+        """Moves the prompt's log-probabilities here from `other`, if it has them."""
         found, other._prompt_logprobs = other._prompt_logprobs, None
         self._prompt_logprobs = found or self._prompt_logprobs
 
@@ -253,7 +262,7 @@ class OutputProcessor:
         )
 
     def finish(self, reason: FinishReason, error: str | None = None, error_code: str = "") -> None:
-        """Ends the request from outside (cancelled, engine gone); the first reason stays."""
+        """Ends the choice from outside (cancelled, engine gone). Does nothing if it is finished."""
         if not self.finished:
             if self.paused_at:
                 self._go_on()
@@ -261,7 +270,11 @@ class OutputProcessor:
             self.error, self.error_code = error, error_code
 
     def pop_ready(self) -> RequestOutput | None:
-        """Returns what `pop_output` does; None: no end, no text and (with no tokenizer) no token ids."""
+        """Returns what `pop_output` returns if there is something to send, else None.
+
+        There is something to send if the choice has ended, has text, reasoning or calls, or has token ids and
+        no tokenizer.
+        """
         self._decode(flush=self.finished)
         has_parts = self.answer is not None and not self.answer.is_empty
         if self._text or has_parts or self.finished or (self._detokenizer is None and self._token_ids):
@@ -269,7 +282,7 @@ class OutputProcessor:
         return None
 
     def pop_output(self) -> RequestOutput:
-        """Returns everything that may be sent now, and forgets it."""
+        """Returns what was added since the last call: text, tokens, log-probabilities, and the end."""
         self._decode(flush=self.finished)
         return self._pop_output()
 
@@ -309,9 +322,10 @@ class OutputProcessor:
 def split_ranking(params: SamplingParams) -> tuple[SamplingParams, int]:
     """Returns sampling parameters for the engine, and the number of best choices to answer with; 0: all.
 
-    The choices of `best_of` are ranked here, as stop strings may end them here. The best have the highest
-    mean log-probability of their tokens, including the token that ended the choice. Log-probabilities are as
-    the sampler reports them: before temperature, filters, penalties and bans.
+    With `best_of` above `n` the engine generates `best_of` choices with log-probabilities. They are ranked
+    here, as stop strings may end them here. The best have the highest mean log-probability of their tokens,
+    including the token that ended the choice. Log-probabilities are as the sampler reports them: before
+    temperature, filters, penalties and bans.
     """
     if (params.best_of or 0) <= params.n:
         return params, 0
@@ -320,8 +334,14 @@ def split_ranking(params: SamplingParams) -> tuple[SamplingParams, int]:
 
 
 class RequestProcessor:
-    """The choices of one request; arguments as of `OutputProcessor` and `split_ranking`. Without `stops` it
-    makes them itself; `new_answer` makes the parser of each choice."""
+    """The choices of one prompt of a request.
+
+    Args:
+        request_id, num_prompt_tokens, params, tokenizer, num_wanted, item: as of `OutputProcessor`.
+        stops: automaton of `params.stop`; None: it is made here.
+        new_answer: makes the parser of each choice's answer; None: the text is not parsed.
+        num_best: number of best choices to answer with, from `split_ranking`; 0: all.
+    """
 
     __slots__ = ("choices", "num_best", "request_id")
 
@@ -361,7 +381,7 @@ class RequestProcessor:
 
     @property
     def num_results(self) -> int:
-        """Number of choices in the answer, which is less than those generated if `best_of` ranks them."""
+        """Number of choices in the answer: `num_best`, or all without it."""
         return self.num_best or len(self.choices)
 
     @property
@@ -379,11 +399,11 @@ class RequestProcessor:
         return best
 
     def process(self, output: EngineCoreOutput) -> str | None:
-        """Takes an output of the engine.
+        """Adds an engine output to its choice. An error ends all choices.
 
         Returns:
-            What the engine must be told to abort, as a stop string was found here: the request's id when
-            all its choices have ended, "<request id>#<index>" when others go on; None: nothing.
+            Id for the engine to abort, if a stop string ended the choice here: the request's id when all
+            its choices have ended, "<request id>#<index>" when others go on. None: nothing is to be aborted.
         """
         if output.error is not None:
             for choice in self.choices:  # it is told once

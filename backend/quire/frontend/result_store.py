@@ -1,7 +1,7 @@
-"""Where results of requests are kept as bytes by key: in this process, and optionally in a Redis (or Valkey).
+"""Stores for the result cache's entries, bytes by key: in this process, and in a Redis (or Valkey).
 
-What a Redis says is judged as what a stranger says: it may be slow, gone, or hold anything. A look-up takes
-LOOKUP_S at most, whatever it does, and after a failure it is left alone for a while.
+Redis is not trusted: it may be slow, gone, or hold anything. A look-up waits LOOKUP_S at most, and after a
+failure Redis is not asked for PAUSE_S.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ PAUSE_S = 5.0
 MAX_PENDING = 64
 """Most entries that may wait to be written to Redis. Further ones are dropped."""
 OVERHEAD = 512
-"""Memory for an entry beside its value, in bytes."""
+"""Memory that an entry is taken to use in addition to its value, in bytes."""
 _SUM_BYTES = 16
 
 
 class MemoryStore:
-    """Least recently used entries leave first; those older than `ttl_s` are not found. Thread-safe.
+    """Entries in this process's memory. The least recently used are dropped first. Thread-safe.
 
     Args:
-        max_bytes: of all entries.
-        ttl_s: 0: entries have no end.
+        max_bytes: limit of the size of all entries, each with OVERHEAD.
+        ttl_s: seconds after which an entry is not found any more; 0: it never expires.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,15 +73,15 @@ class MemoryStore:
 
 
 class RedisStore:
-    """Entries of all frontends that name the same Redis; its own `maxmemory` bounds them.
+    """Entries in Redis, shared by all frontends with the same URL. Redis's `maxmemory` limits their size.
 
     Args:
-        url: redis://, rediss:// or unix://, as redis-py takes it.
-        ttl_s: as of `MemoryStore`.
-        max_bytes: of an entry; more is neither written nor read.
+        url: redis://, rediss:// or unix://, in redis-py's form.
+        ttl_s: seconds after which Redis drops an entry; 0: it never expires.
+        max_bytes: limit of one entry's value. A larger one is not written, and is not found.
 
     Raises:
-        ConfigError: redis-py is not installed, or the URL is none.
+        ConfigError: redis-py is not installed, or the URL is invalid.
     """
 
     def __init__(self, url: str, ttl_s: float, max_bytes: int) -> None:
@@ -102,7 +103,7 @@ class RedisStore:
             threading.Thread(target=work, name=f"quire-results-{name}", daemon=True).start()
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns the entry; None if it is missing, damaged or late."""
+        """Returns an entry's value; None if it is missing, damaged or late, or while Redis is not asked."""
         if time.monotonic() < self._paused_until:
             return None
         answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -115,7 +116,7 @@ class RedisStore:
         return None if found is None else checked(key, found)
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Writes in the background; what does not fit or cannot be written is dropped."""
+        """Writes an entry in the background; drops it if it is too large, too many wait, or Redis fails."""
         if len(value) <= self._max_bytes and time.monotonic() >= self._paused_until:
             try:
                 self._writes.put_nowait((key, summed(key, value)))
@@ -156,12 +157,12 @@ class RedisStore:
 
 
 def summed(key: bytes, value: bytes) -> bytes:
-    """An entry with its checksum, over the key too."""
+    """Returns an entry to store: a checksum of key and value (16 bytes), then the value."""
     return xxhash.xxh3_128(key + value).digest() + value
 
 
 def checked(key: bytes, entry: bytes) -> bytes | None:
-    """Returns the value that `summed` was given; None: the entry's checksum is wrong."""
+    """Returns the value of an entry that `summed` made for this key; None: the checksum is wrong."""
     value = entry[_SUM_BYTES:]
     return value if entry[:_SUM_BYTES] == xxhash.xxh3_128(key + value).digest() else None
 

@@ -56,8 +56,8 @@ class StopAutomaton:
 class StopMatcher:
     """Finds the first stop string of one text that arrives in pieces.
 
-    First is the one that ends first, of those that end together the longest: the same however the text is
-    cut into pieces. Cost is O(1) per character whatever the number of stop strings.
+    The first is the one that ends first; of several that end at the same place it is the longest. It does not
+    depend on how the text is cut into pieces. Cost is O(1) per character whatever the number of stop strings.
     """
 
     __slots__ = ("_automaton", "_node")
@@ -89,5 +89,5 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """How many of the newest characters may yet become part of a stop string."""
+        """Number of newest characters that may yet become part of a stop string."""
         return self._automaton.hold[self._node]

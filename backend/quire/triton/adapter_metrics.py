@@ -10,7 +10,7 @@ from quire.triton.metrics_board import MAX_ADAPTERS, Figure, MetricsBoard, known
 
 _COUNTS = {"num_hits": "quire_adapter_hits_total", "num_loads": "quire_adapter_loads_total"}
 MAX_TOLD = 400
-"""Series of `vllm:lora_requests_info` that one process makes."""
+"""Largest number of series of `vllm:lora_requests_info` that one process makes."""
 
 
 class AdapterMetrics:
@@ -31,11 +31,14 @@ class AdapterMetrics:
         self._info = None if board.vllm is None else _RequestsInfo(board, board.vllm, max_loras)
 
     def begin(self, adapters: Sequence[AdapterStatus]) -> None:
-        """The counts of these are at /metrics already; those of others are not."""
+        """Sets the counts from which later increases are measured.
+
+        The counters of an adapter that is not among `adapters` will grow by its whole count.
+        """
         self._counted = {(count, one.name): getattr(one, count) for one in adapters for count in _COUNTS}
 
     def update(self, adapters: Sequence[AdapterStatus]) -> None:
-        """Takes what an engine says of its adapters."""
+        """Updates all figures from an engine's latest report on its adapters."""
         self._loaded.value = sum(one.slot >= 0 for one in adapters)
         # Those that were unloaded are at 0.
         totals = {key: 0.0 for key in self._figures if key[0] not in _COUNTS.values()}
@@ -75,10 +78,10 @@ class AdapterMetrics:
 class _RequestsInfo:
     """`vllm:lora_requests_info`: labels name the adapters that have requests, the value is when that began.
 
-    The series with the latest time tells what is so now; others keep theirs, as vLLM's do. No metric may be
-    deleted (`immortal`), so a process makes MAX_TOLD of them at most, a quarter of them for adapters that are
-    alone. Adapters that no series names together are then told in part, by the series that names the most of
-    them and nobody else.
+    The series with the latest time describes the present; the other series keep their times, as vLLM's do. No
+    metric may be deleted (`immortal`), so a process makes MAX_TOLD series at most. The last quarter is kept
+    for series that name one adapter. When no series may be added for the present adapters, the existing
+    series that names the most of them and no other adapter is used instead.
 
     Args:
         vllm: labels of vLLM's names.

@@ -1,10 +1,10 @@
 """A generator's configuration: tensors to declare to Triton, and engine keys from its model directory.
 
-A model directory needs nothing but `config.pbtxt` with `backend: "quire"` and a checkpoint:
-- `1/quire.json` with engine keys, `model` among them (a path relative to `1/` or absolute), or
-- vllm_backend's `1/model.json` (`vllm_config.py`), or
-- the same keys as `parameters` of config.pbtxt, or
-- the checkpoint's files in `1/` or beside it in the model directory.
+A model directory needs only `config.pbtxt` with `backend: "quire"` and a checkpoint. Engine keys are in
+- `1/quire.json`, or without it in vllm_backend's `1/model.json` (`vllm_config.py`), and
+- `parameters` of config.pbtxt.
+The key `model` is a path, absolute or relative to `1/` or to the model directory, or a name in Hugging Face's
+cache. Without it the checkpoint's files must be in `1/` or beside it in the model directory.
 """
 
 from __future__ import annotations
@@ -65,18 +65,20 @@ def is_decoupled(model_config: Mapping[str, Any]) -> bool:
 
 
 def is_batched(model_config: Mapping[str, Any]) -> bool:
-    """Whether its tensors have a batch dimension."""
+    """Whether the model's tensors have a batch dimension."""
     return int(model_config.get("max_batch_size", 0)) > 0
 
 
 def declared_outputs(model_config: Mapping[str, Any]) -> frozenset[str] | None:
-    """Names of the outputs that Triton knows of: a client that names none asks for all of them. None where
-    the configuration has no list."""
+    """Names of the outputs in the model's configuration; None where it lists none.
+
+    A client that names no output asks for all of these.
+    """
     return frozenset(output["name"] for output in model_config.get("output", ())) or None
 
 
 def num_instances(model_config: Mapping[str, Any]) -> int:
-    """How many instances Triton starts of a model: at least one, and `count` of each of its groups."""
+    """How many instances of a model Triton starts: `count` of each instance group, and at least one."""
     return max(1, sum(group.get("count", 1) for group in model_config.get("instance_group", ())))
 
 
@@ -88,8 +90,9 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
         version_directory: `<repository>/<model>/<version>`.
 
     Raises:
-        ConfigError: unknown or ill-typed key, or one that quire.json and config.pbtxt state differently.
-        CheckpointError: no checkpoint is found; names the places.
+        ConfigError: unknown or ill-typed key, a key that the JSON file and config.pbtxt state differently, or
+            a class name whose file does not exist.
+        CheckpointError: no checkpoint is found (names the places), or this process cannot open a path.
     """
     config = EngineConfig.from_mapping(read_engine_values(model_config, version_directory))
     processors = {
@@ -101,7 +104,13 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
 
 
 def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
-    """The keys that `read_engine_config` checks, with the places of checkpoints and their tokenizer."""
+    """Engine keys as the model directory states them; `read_engine_config` checks them.
+
+    Paths of the model, the draft model, the tokenizer and adapters are made absolute, without links.
+
+    Raises:
+        ConfigError, CheckpointError: see `read_engine_config`.
+    """
     values: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     file = version_directory / "quire.json"
@@ -139,7 +148,8 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
 def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
     """Adds vllm_backend's list of adapters to `lora_modules` where adapters are on, and resolves paths.
 
-    A path that does not begin in the version directory may begin where the server was started, as there.
+    A relative path of an adapter begins in the version directory. If nothing is there, it begins in the
+    directory in which the server was started, as in vllm_backend. `lora_root` begins in the former.
     """
     modules = values.get("lora_modules") or {}
     if isinstance(modules, str):
@@ -180,7 +190,7 @@ def _check_letters(key: str, named: str) -> None:
 
 
 def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path) -> bool:
-    """Whether the model directory asks for the metrics of vllm_backend, as it would."""
+    """Whether the model directory asks for vllm_backend's metrics, by vllm_backend's own rules."""
     file = version_directory / vllm_config.FILE
     return vllm_config.shows_metrics(model_config, lambda: load_config_file(file) if file.exists() else {})
 
@@ -210,13 +220,19 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """One path for all that name a checkpoint. A file keeps its name: a link's says that it is a .gguf file,
-    and of which parts; what it leads to may not."""
+    """A checkpoint's path without links, so that all who name one checkpoint get the same path.
+
+    A file keeps its name even if it is a link: the link's name says that it is a .gguf file, and which part
+    of a split one, while the name of the link's target may not.
+    """
     return without_links(path) if path.is_dir() else without_links(path.parent) / path.name
 
 
 def visible_device(args: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the engine for an instance's kind: KIND_GPU shows it exactly its device."""
+    """Environment variables for the engine: with KIND_GPU it sees the instance's device alone.
+
+    Empty for other kinds.
+    """
     if args.get("model_instance_kind") != "GPU":
         return {}
     index = args["model_instance_device_id"]

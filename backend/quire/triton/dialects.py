@@ -1,9 +1,9 @@
-"""The names of other backends' requests, and what they are called here.
+"""Translation of other backends' names of request fields into ours.
 
 vllm_backend's tensor names are ours; its JSON has some keys more. TensorRT-LLM has three sets of names: those
 of the model `tensorrt_llm` behind its ensemble, those of its text models (`tensorrt_llm_bls`, the ensemble),
 and those of `llmapi`. A name means the same in every form: as a tensor (on models with a batch dimension,
-which declare them), as a key of `sampling_parameters`, as a request parameter.
+which declare them), as a key of `sampling_parameters`, as a request parameter. Some must be tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RENAMED: dict[str, str] = {
     },
     "sampling_param_exclude_input_from_output": "exclude_input_in_output",
 }
-"""Names that mean what a name of ours does."""
+"""Our name of a field, by another backend's name of the same field."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_context_logits": (False,),
@@ -95,10 +95,10 @@ _TENSORS = (
     "guided_decoding_guide_type",
     "guided_decoding_guide",
 )
-"""Tensors that have no one name here."""
+"""TensorRT-LLM's tensors that no single field of ours matches; `translate` says what becomes of each."""
 
 _WORDS = frozenset({"stop_words", "bad_words", "sampling_param_stop"})
-"""Lists of words in which TensorRT-LLM passes over empty ones; its examples send them so."""
+"""TensorRT-LLM's lists of words. It ignores empty words, and its examples send them, so `rows` drops them."""
 
 _FOREIGN = frozenset((*RENAMED, *NEUTRAL, *_TENSORS))
 
@@ -111,13 +111,20 @@ class Translation:
     cancel: bool = False
     """Whether `stop` is a flag and set: TensorRT-LLM's way to end the request of this id."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters beside the tensors, as `parse_sampling_params` takes them."""
+    """Sampling parameters made from fields without a counterpart here, for `parse_sampling_params`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     names: dict[str, str] = field(default_factory=dict)
     """Name that the client used, by our name of the field; errors name the client's."""
 
     def values(self, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values of JSON or request parameters by our names; `names` gets the client's."""
+        """Returns the values of JSON or request parameters by our names; `names` gets the client's.
+
+        `end_id` is added to `sampling` instead. `pad_id` and fields with a neutral value are left out.
+
+        Raises:
+            InvalidArgumentError: a field asks for a missing feature, is given twice under different names, or
+                must be a tensor.
+        """
         for name in STRUCTURED_FIELDS:
             if stated.get(name) is not None and "structured_output" not in self.raw.tensors:
                 self.names.setdefault("structured_output", name)  # what a grammar lacks is told of it
@@ -136,7 +143,11 @@ class Translation:
         return renamed
 
     def _rename(self, name: str, value: Any, values: dict[str, Any]) -> None:
-        """Puts a value among `values` by our name; what is said twice may be two things."""
+        """Adds a value to `values` under our name of its field.
+
+        Raises:
+            InvalidArgumentError: `values` has the field already.
+        """
         ours = RENAMED[name]
         if ours in values:
             other = self.names.get(ours, ours)
@@ -145,17 +156,22 @@ class Translation:
         values[ours] = value
 
     def _end_at(self, token_id: int) -> None:
-        """The answer ends with this token and no other; -1: it does not end by a token."""
+        """Replaces the model's end tokens by `token_id`; -1: by none."""
         self.sampling["ignore_eos"] = True
         if token_id >= 0:
             self.sampling.setdefault("stop_token_ids", []).append(token_id)
 
 
 def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Translation:
-    """Tensors in our names; those that have none here become sampling parameters.
+    """Translates a request's tensors into our names.
+
+    Tensors with a name here are renamed. `input_lengths` cuts `input_ids`. `end_id`, stop words, biases and
+    grammars become sampling parameters, bad words become token ids in `bad_words_ids`. `pad_id` and tensors
+    with a neutral value are left out. A request whose stop flag is set is only marked by `cancel`, as other
+    backends' clients send nothing useful beside the flag.
 
     Raises:
-        InvalidArgumentError: naming the client's field.
+        InvalidArgumentError: names the client's field.
     """
     found = Translation(raw)
     if raw.tensors.get("stop") and isinstance(raw.tensors["stop"][0], bool):
@@ -214,7 +230,14 @@ def _cut(token_ids: list[int], length: int) -> list[int]:
 
 
 def _sequences(given: Mapping[str, list[int]], name: str, vocab_size: int) -> list[list[int]]:
-    """Token ids of each word of a tensor [2, n]: the ids of all, and where each word ends; the rest is -1."""
+    """Token ids of each word, from a tensor [2, n], flattened.
+
+    The first row has the token ids of all words, one after the other. The second row has the position at
+    which each word ends, then -1.
+
+    Raises:
+        InvalidArgumentError: odd number of elements, ends that do not ascend, or ids outside the vocabulary.
+    """
     values = given.get(name, [])
     if len(values) % 2:
         raise InvalidArgumentError(name, f"must have the shape [2, n], got {len(values)} elements")
@@ -234,7 +257,14 @@ def _sequences(given: Mapping[str, list[int]], name: str, vocab_size: int) -> li
 
 
 def _bias(given: Mapping[str, list[Any]], tokenizer: Any | None) -> dict[int, float]:
-    """logit_bias of what TensorRT-LLM gives for each token, or for each token of some words."""
+    """Biases by token id, from TensorRT-LLM's bias for every token and its biases for some words.
+
+    A word's bias goes to each of the word's tokens, and replaces the bias that the token had.
+
+    Raises:
+        InvalidArgumentError: too many or too large biases, words without a tokenizer, or lists whose lengths
+            differ.
+    """
     dense = given.get("embedding_bias", [])
     bias = {token_id: weight for token_id, weight in enumerate(dense) if weight}
     if len(bias) > MAX_LOGIT_BIAS:
@@ -278,7 +308,15 @@ def _guide(given: Mapping[str, list[bytes]]) -> dict[str, Any]:
 
 
 def rows(raw: RawRequest, most: int) -> list[RawRequest]:
-    """The requests of a batch, one for each place of the first dimension, which they lose."""
+    """Splits a batched request into one request per row; their tensors lack the batch dimension.
+
+    Args:
+        most: largest number of rows.
+
+    Raises:
+        InvalidArgumentError: the tensors differ in their first dimension, or it is not in [1, most], or it is
+            above 1 with embeddings.
+    """
     counts = {shape[0] if shape else 1 for shape in raw.shapes.values()}
     if not counts:
         return [raw]

@@ -1,7 +1,7 @@
 """Drain: notices that the model is being unloaded, and says when the time of its running requests is over.
 
-Triton tells a backend of it only when the last request has ended (`finalize`), for which it waits without a
-limit; but it says so to who asks.
+Triton calls a backend's `finalize` only when the last request has ended, for which it waits without a limit.
+Until then it can only be asked.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ logger = logging.getLogger("quire")
 LOOK_S = 0.5
 """Seconds between two checks whether the model is being unloaded, made while requests are open."""
 ANSWER_S = 2.0
-"""A server that says nothing for so long has not answered."""
+"""Seconds of silence from the server after which a question counts as not answered."""
 SEARCH_S, MAX_SEARCH_S = 0.1, 5.0
-"""Time between the first two searches for the server's HTTP port, which doubles with each, and its limit."""
+"""Seconds between the first two searches for the server's HTTP port, and the most between any two. Each
+search doubles the pause before the next."""
 MAX_VAIN = 10
-"""Questions without a port to ask at, behind which it is said. A server that starts opens them in turn."""
+"""Number of questions without a known HTTP port after which a warning is logged. A few are normal, as a
+starting server opens its ports one after the other."""
 _NO = frozenset({400, 404, 503})
 
 
 class Drain:
-    """Owned by the responder's thread.
+    """Decides when a model that is being unloaded ends its open requests. Owned by the responder's thread.
 
     Args:
-        is_wanted: whether Triton would give the model requests; None: not known. It must not wait.
-        limit_s: how long those that run may go on once it would not.
+        is_wanted: returns whether Triton still gives the model requests; None: not known. It must not wait.
+        limit_s: seconds that open requests may go on once Triton gives the model no more.
     """
 
     def __init__(self, is_wanted: Callable[[], bool | None] = lambda: None, limit_s: float = 0.0) -> None:
@@ -45,7 +47,11 @@ class Drain:
         return self._ends_at is not None
 
     def is_over(self, now: float) -> bool:
-        """Whether the time limit for the open requests has passed."""
+        """Whether the time limit for the open requests has passed; asks `is_wanted` every LOOK_S seconds.
+
+        Args:
+            now: CLOCK_MONOTONIC seconds.
+        """
         if now >= self.next_look:
             self.next_look = now + LOOK_S
             match self._is_wanted():
@@ -62,7 +68,7 @@ class Drain:
 
 
 class ServerAnswer(threading.Thread):
-    """Whether the server gives a model requests, which this thread asks at the server's own HTTP port.
+    """Thread that asks the server, at its own HTTP port, whether it gives requests to a model.
 
     The question is for the model's metadata: a server answers it from its list of models and asks no backend.
     Whether the model is *ready* must not be asked from here. From 26.03 on the server puts that question to
@@ -78,10 +84,10 @@ class ServerAnswer(threading.Thread):
         self._address: tuple[str, int] | None = None
         """Host and port at which the server has confirmed that it has the model; None: not found yet."""
         self._pause_s, self._next_search = SEARCH_S, 0.0
-        """Seconds to pause behind the next search for the server's port, and when that search is due
-        (CLOCK_MONOTONIC seconds)."""
+        """Seconds between the next search for the server's port and the one after it, and the time at which
+        the next one is due (CLOCK_MONOTONIC seconds)."""
         self._num_vain = 0
-        """Questions without a port to ask at."""
+        """Number of questions so far that could not be put, as the server's port was not found."""
         self._question = threading.Event()
         self._answer: bool | None = None
 
@@ -103,7 +109,8 @@ class ServerAnswer(threading.Thread):
                 self._search()
 
     def ask(self) -> bool | None:
-        """Asks the server and waits for its answer; None: none came. A no is asked for twice."""
+        """Asks the server and waits for its answer; None: none came. After a no it asks again, and the second
+        answer counts."""
         answer = self._ask()
         return self._ask() if answer is False else answer
 
@@ -125,7 +132,10 @@ class ServerAnswer(threading.Thread):
         return None
 
     def _search(self) -> bool:
-        """Finds the port of the server's that knows the model; only who has said yes is believed a no."""
+        """Searches the server's listening ports for one that knows the model; returns whether it is found.
+
+        A no counts only from a port that has said yes before.
+        """
         import psutil
 
         self._next_search = time.monotonic() + self._pause_s

@@ -28,9 +28,10 @@ logger = logging.getLogger("quire")
 
 SHUTDOWN_S = 3.0
 MIN_INTAKE = 64
-"""Requests that may wait for the intake beyond those that may wait in the engine, whose refusal is exact."""
+"""Requests that may wait to be parsed, beyond `max_waiting_requests`: mostly the engine refuses, which counts
+exactly."""
 INTAKE_PROMPTS = 4
-"""Prompts of `max_prompt_bytes` whose texts may wait together."""
+"""Size of the texts that may wait to be parsed, as a multiple of `max_prompt_bytes`."""
 
 
 class TritonPythonModel:
@@ -43,14 +44,22 @@ class TritonPythonModel:
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Declares the tensors; runs in a short-lived interpreter before every load."""
+        """Declares the model's tensors; runs in a short-lived interpreter before every load.
+
+        Raises:
+            TritonModelException: the configuration asks for what the generator cannot do.
+        """
         try:
             return config_completion.complete(auto_complete_model_config)
         except QuireError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Raises TritonModelException with one line when the model cannot be served."""
+        """Joins or starts the engine, and starts the frontend's threads.
+
+        Raises:
+            TritonModelException: the model cannot be served; says why in one line. Other exceptions are bugs.
+        """
         from quire_common import logs
 
         logs.set_up(args["model_instance_name"])
@@ -194,7 +203,10 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list[Any]) -> None:
-        """Copies and enqueues; never blocks, never raises: an exception here would race with our senders."""
+        """Copies and enqueues requests, or answers them with an error.
+
+        It never blocks. It never raises, as Triton would then answer requests that our threads answer too.
+        """
         from quire.triton.request_handle import RequestHandle
 
         for request in requests:
@@ -226,7 +238,7 @@ class TritonPythonModel:
         self._metrics.update(stats, self._responder.engine.info)
 
     def finalize(self) -> None:
-        """Called after the last FINAL; bounded in time."""
+        """Ends the frontend. Triton calls it after the last FINAL. Each wait in it has a time limit."""
         from quire.triton.request_handle import finish_reason_tensor
 
         if not hasattr(self, "_intake"):

@@ -1,4 +1,4 @@
-"""Intake: what happens to requests between `execute` and the responder."""
+"""Intake: threads that parse requests between `execute` and the responder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ logger = logging.getLogger("quire")
 
 SHORT_THREADS = 2
 LONG_BYTES = 32 * 1024
-"""Texts of a request above which it waits in the lane for long ones, which has one thread: at about 1 MB/s
-none in the other lane takes the time of a step, and one tokenizer alone works on what takes much memory."""
+"""Bytes of a request's texts above which it waits in the lane for long texts, which has one thread.
+
+At about 1 MB/s no text in the lane for short ones holds up a thread for long. Long texts cost much memory
+while they are tokenized, so only one is tokenized at a time."""
 
 
 _GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", '"tools"')
@@ -35,17 +37,17 @@ _GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 
 
 class Intake:
-    """Threads that check and tokenize, beside Triton's, which only copies. Tokenizers release the GIL.
+    """Threads that check and tokenize requests; Triton's thread only copies them. Tokenizers release the GIL.
 
-    A cancellation waits for the requests of its id that came before it and are still here, so that the engine
-    hears of them first; of those that came through another instance of the model it knows nothing.
+    A parsed cancellation waits until the requests with its id that are still in the intake have left, so that
+    the engine gets them first. Requests that came through another instance of the model are not waited for.
 
     Args:
-        parser: of the model.
+        parser: the model's request parser.
         responder: gets each request, parsed or refused.
-        max_requests: that may wait.
-        max_bytes: of the texts of those that wait or are being worked on; one is always taken.
-        results: where requests are looked up; None: nowhere.
+        max_requests: largest number of requests that may wait, held cancellations included.
+        max_bytes: largest size of the texts of all requests in the intake. A single request may be larger.
+        results: result cache in which requests are looked up; None: there is none.
     """
 
     def __init__(
@@ -62,15 +64,15 @@ class Intake:
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._unparsed: dict[str, set[int]] = {}
-        """Requests that are here, by the id that their clients gave; of each the `id` of its RawRequest."""
+        """Python's `id` of each RawRequest in the intake, by the id that the client gave the request."""
         self._cancels: dict[str, list[tuple[set[int], RequestHandle, ParsedRequest]]] = {}
-        """Cancellations by the id they name, each with those that it waits for."""
+        """Cancellations by the id that they name, each with the requests (see `_unparsed`) it waits for."""
         self._short: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Cache commands have no text to wait for: a probe of health must not wait behind a thousand."""
+        """Lane for cache commands: a health probe must not wait behind the texts of other requests."""
         self._grammars: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Compiling may take as long as it is allowed to: those that may need it wait for each other."""
+        """Lane for requests that may have a grammar: compiling one may need seconds, so only they wait."""
         lanes = [*[self._short] * SHORT_THREADS, self._long, self._commands, self._grammars]
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"quire-intake-{i}", daemon=True)
@@ -139,13 +141,16 @@ class Intake:
                 del item, handle, raw
 
     def _hold(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
-        """Keeps a cancellation for those that are here, itself among them."""
+        """Keeps a cancellation until all requests with its id that are in the intake now have left.
+
+        The cancellation's own request is one of them.
+        """
         with self._lock:
             others = set(self._unparsed[parsed.external_id])
             self._cancels.setdefault(parsed.external_id, []).append((others, handle, parsed))
 
     def _parsed(self, raw: RawRequest) -> list[tuple[RequestHandle, ParsedRequest]]:
-        """A request has left; returns the cancellations that have waited for it alone."""
+        """Removes a request from the intake; returns the cancellations that waited only for it."""
         with self._lock:
             self._num_bytes -= raw.num_bytes
             if not raw.external_id:
@@ -164,7 +169,11 @@ class Intake:
 
 
 def _may_have_grammar(raw: RawRequest) -> bool:
-    """Whether one of the names under which a grammar comes is anywhere in the request."""
+    """Whether a request may have a grammar.
+
+    True if a tensor's name begins with a name for grammars, if the text of its parameters or of a tensor in
+    `_GRAMMAR_INPUTS` has such a name anywhere, or if that text has an escape that may hide one.
+    """
     if any(name.startswith(_GRAMMAR_NAMES) for name in raw.tensors):
         return True
     texts = [value for name in _GRAMMAR_INPUTS for value in raw.tensors.get(name, ())]

@@ -40,11 +40,11 @@ _COUNTERS: dict[str, _Read] = {
     "quire_scheduled_tokens_total": lambda stats: stats.num_scheduled_tokens,
     "quire_steps_total": lambda stats: stats.step,
 }
-"""Counters, and the count since the engine's start that each of them follows."""
+"""Name of each counter, and the count since the engine's start from which it is raised."""
 _ADAPTER_COUNTERS: dict[str, _Read] = {
     "quire_adapter_evictions_total": lambda stats: stats.num_adapter_evictions
 }
-"""Further ones of an engine that has slots for adapters."""
+"""Further counters, of an engine that has slots for adapters."""
 _GAUGES: dict[str, _Read] = {
     "quire_requests_running": lambda stats: stats.num_running,
     "quire_requests_loading": lambda stats: stats.num_loading,
@@ -52,17 +52,17 @@ _GAUGES: dict[str, _Read] = {
     "quire_batch_rows": lambda stats: stats.num_batch_rows,
     "quire_batch_tokens": lambda stats: stats.num_batch_tokens,
 }
-"""Gauges, and the figure that each of them shows."""
+"""Name of each gauge, and the figure that it shows."""
 
 
 class RequestMetrics:
-    """A model's requests, as an observer of their ends and (`first`, `interval`) of the responses of streams.
+    """Metrics of a model's requests: a `RequestObserver` and a `StreamMeter`.
 
-    Called by the responder's thread. Of instances of a model each has its own, and the server adds them up.
+    Called by the responder's thread. Each instance of a model has its own, and the server adds them up.
 
     Args:
-        model, version: labels of all.
-        tenants: that have series of their own in any case.
+        model, version: labels of all series.
+        tenants: names that get series of their own whatever MAX_TENANTS says.
     """
 
     def __init__(self, board: MetricsBoard, model: str, version: str, tenants: Collection[str] = ()) -> None:
@@ -144,12 +144,14 @@ class RequestMetrics:
 
 
 class EngineMetrics:
-    """The engine's figures; of all frontends that share it, whatever their models, one shows them.
+    """Metrics of the engine. Only one of the frontends that share an engine shows its figures.
+
+    The gauges that describe the engine (`quire_engine_info`) are shown by every frontend.
 
     Args:
-        directory: where the frontends of the engine meet; named after the engine's configuration.
-        model, version: of this frontend.
-        max_loras: slots for LoRA adapters; 0: it has none.
+        directory: directory that the engine's frontends share; named after the engine's configuration.
+        model, version: labels of `quire_engine_info`.
+        max_loras: the engine's slots for LoRA adapters; 0: it has none.
     """
 
     def __init__(
@@ -166,10 +168,12 @@ class EngineMetrics:
         self._counted: list[int] = []
 
     def update(self, stats: SchedulerStats, info: EngineInfo) -> None:
-        """Takes what an engine says of itself, about twice a second.
+        """Updates the figures if this frontend shows them. Called about twice a second.
 
         Args:
-            info: another process than before counts from zero, while the counters go on.
+            stats: the engine's latest statistics.
+            info: the engine they are from. When its pid is new, `stats` count from zero, while the counters
+                at /metrics go on.
         """
         if not self._engine_pid:
             self._tell_of(info)
@@ -204,7 +208,10 @@ class EngineMetrics:
         self._board.touch()
 
     def _begin(self, stats: SchedulerStats, info: EngineInfo) -> None:
-        """Another engine, or one whose figures another frontend has shown until now."""
+        """Begins with a new engine, or with one whose figures another frontend has shown until now.
+
+        Counts that are at /metrics already are not added again.
+        """
         self._lock.seek(0)
         before, now = self._lock.read(), str(self._engine_pid)
         self._counted = [read(stats) if before == now else 0 for _, read in self._counters]
@@ -216,7 +223,7 @@ class EngineMetrics:
         self._lock.flush()
 
     def _tell_of(self, info: EngineInfo) -> None:
-        """Adds the gauges that describe the engine and never change; every model shows its engine's."""
+        """Adds the gauges that describe the engine and never change. Every frontend shows its own."""
         board, block_size, num_blocks = self._board, str(info.block_size), str(info.num_blocks)
         engine = board.gauge(
             "quire_engine_info",

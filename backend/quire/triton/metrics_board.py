@@ -3,7 +3,7 @@
 Each update of a metric is a round trip to the server (20 to 100 us; 20 to 30 us of CPU on both sides). So
 everything is added up here, and a thread of its own sends what has changed, about twice a second, histograms
 every four seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
-Triton's own take one observation a call.
+Triton's own histograms need a call for each observation.
 
 Metrics are never deleted (`immortal`). Two frontends may show the same one (instances of a model; a model
 that is reloaded, whose old stub ends after the new one has begun). Their increments add up. If one of them
@@ -32,12 +32,13 @@ PERIOD_S = 0.5
 HISTOGRAM_PERIOD_S = 4.0
 INFO_PERIOD_S = 10.0
 MAX_TENANTS = 100
-"""Tenants with series of their own in one process, those of the configuration besides; others are `other`."""
+"""Tenants with series of their own in one process, beyond those that the configuration names. All further
+tenants share the label `other`."""
 MAX_ADAPTERS = 100
-"""LoRA adapters likewise, over all that a process has ever seen."""
+"""LoRA adapters with series of their own in one process; all further adapters share the label `other`."""
 OTHER = "other"
 MAX_OWED = 2**16
-"""Values of a histogram of Triton's that may wait to be sent; the oldest of more are lost."""
+"""Values that may wait to be sent to one of Triton's own histograms; beyond that the oldest are lost."""
 
 FIRST_BUCKETS = (
     0.001,
@@ -110,7 +111,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
         REQUEST_BUCKETS,
     ),
 }
-"""Description and upper bounds of the buckets of each, by name."""
+"""Description of each histogram and its buckets' upper bounds in seconds, by name."""
 COUNTERS: dict[str, str] = {
     "quire_requests_total": "Requests that ended, by finish_reason, and code of Triton where it was an error",
     "quire_commands_total": "Cancellations by id and cache commands that ended",
@@ -144,7 +145,7 @@ OBSERVATIONS: dict[str, str] = {
     "vllm:request_generation_tokens": "Tokens of a finished choice",
     "vllm:request_params_n": "Choices that a finished request asked for",
 }
-"""Histograms of Triton's own (`vllm_metrics.py`)."""
+"""Descriptions of the metrics that use Triton's own histogram type (`vllm_metrics.py`), by name."""
 GAUGES: dict[str, str] = {
     "quire_requests_running": "Sequences that are being computed",
     "quire_requests_loading": "Those among them that wait for blocks from a KV tier",
@@ -177,15 +178,18 @@ VLLM: dict[str, str] = {
     "quire_requests_waiting": "vllm:num_requests_waiting",
     "quire_kv_use_ratio": "vllm:kv_cache_usage_perc",
 }
-"""vLLM's names of figures that mean the same there and that vllm_backend does not show; shown besides where
-its metrics are, for gateways and dashboards."""
+"""vLLM's name of a figure, by our name. vLLM has these figures, but vllm_backend does not show them. They are
+shown under both names where vllm_backend's metrics are asked for, for gateways and dashboards."""
 _VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
-"""Other reasons are vLLM's abort."""
+"""vLLM's finish reason by ours; all other reasons are vLLM's abort."""
 FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 
 
 class Figure:
-    """A number at /metrics; one that counts only grows. One thread changes `value`, another sends it."""
+    """A number at /metrics: a gauge, or a counter, which only grows there.
+
+    One thread changes `value`, another sends it.
+    """
 
     __slots__ = ("is_gauge", "is_info", "labels", "metrics", "name", "shown", "value")
 
@@ -196,14 +200,17 @@ class Figure:
         """Value that was sent last. A gauge begins with NaN, so that its first value is always sent: a
         process that was killed may have left another one."""
         self.is_info = False
-        """Sent again now and then: the process before this one of a reloaded model sets it to 0 when it ends,
-        which may be later."""
+        """Whether the value is sent again every INFO_PERIOD_S seconds though it never changes.
+
+        When a model is reloaded, the process before this one sets the same gauge to 0 as it ends, and may do
+        so after this process has set it.
+        """
         self.metrics: list[Any] = []
         """Triton's metric objects for this figure; empty until they are made."""
 
     def send(self) -> None:
-        """Sends the value if it has changed; a count that fell (a load that failed takes back what it had
-        announced) waits until it has grown again."""
+        """Sends the value if it has changed. A counter whose value fell is sent only once it exceeds the
+        value sent last."""
         value = self.value
         if value == self.shown or (value < self.shown and not self.is_gauge):
             return
@@ -216,11 +223,11 @@ class Figure:
 
 
 class Histogram:
-    """Counts of values by size.
+    """Histogram made of counters: one for each bucket, the sum of all values, and their number.
 
     Args:
-        board: where they are shown.
-        name: its family, with an entry in HISTOGRAMS.
+        board: the board that gets the counters.
+        name: name of the histogram, an entry of HISTOGRAMS.
     """
 
     def __init__(self, board: MetricsBoard, name: str, labels: Mapping[str, str]) -> None:
@@ -245,7 +252,10 @@ class Histogram:
 
 
 class Observations:
-    """Values for a histogram of Triton's that are not sent yet. One thread adds, another sends."""
+    """Values for one of Triton's own histograms that are not sent yet. One thread adds, another sends.
+
+    Where nobody sends, the oldest values beyond MAX_OWED are lost.
+    """
 
     def __init__(self, name: str, buckets: Sequence[float], labels: Mapping[str, str]) -> None:
         self._name, self._buckets, self._labels = name, buckets, labels
@@ -273,8 +283,8 @@ class MetricsBoard(threading.Thread):
 
     Args:
         pb_utils: Triton's utilities.
-        vllm: labels of vLLM's names, `model_name` and `engine`; None: these are not shown.
-        period_s: between two times that figures are sent while they change.
+        vllm: labels of the series with vLLM's names, `model_name` and `engine`; None: no such series.
+        period_s: seconds between two rounds of sending while figures change.
     """
 
     def __init__(
@@ -330,14 +340,15 @@ class MetricsBoard(threading.Thread):
             logger.warning("frontend: no metrics: %s", error)
 
     def stop(self, timeout_s: float) -> None:
-        """Sends what is left, gauges as 0, and ends the thread."""
+        """Has the thread send what is left, with 0 for gauges, and end. Waits `timeout_s` seconds at most."""
         self._stopped.set()
         self._changed.set()
         if self.is_alive():
             self.join(timeout_s)
 
     def send(self, *, all_of_them: bool = False) -> None:
-        """Sends what has changed, histograms only when it is time for them or `all_of_them`."""
+        """Sends all figures that have changed. The figures of histograms are updated only every
+        HISTOGRAM_PERIOD_S seconds or with `all_of_them`."""
         now = time.monotonic()
         if all_of_them or now >= self._next_histograms:
             self._next_histograms = now + HISTOGRAM_PERIOD_S
@@ -358,7 +369,7 @@ class MetricsBoard(threading.Thread):
             figure.send()
 
     def _make(self, figure: Figure) -> None:
-        """Makes the metrics of a figure; what is at 0 is shown, too."""
+        """Makes a figure's metrics in Triton, one for each of its names, which are shown even at 0."""
         names = [(figure.name, figure.labels)]
         base = re.sub(r"_(bucket|sum|count)$", "", figure.name)
         if self.vllm is not None and base in VLLM:

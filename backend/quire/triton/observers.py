@@ -10,9 +10,9 @@ from quire.request.sampling_params import SamplingParams
 
 
 class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """One request from its arrival to its end, with all its prompts and choices; it has no text of either.
+    """Record of a request from its arrival to its end, over all its prompts and choices, without their texts.
 
-    Times are CLOCK_MONOTONIC seconds; 0: that never came.
+    Times are CLOCK_MONOTONIC seconds; 0: it never happened.
     """
 
     request_id: str
@@ -33,20 +33,20 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Choices of all its prompts together, with `best_of` all that were generated; 0 where `params` is
     None."""
     arrived_at: float
-    """When Triton handed it to the model."""
+    """When Triton handed the request to the model."""
     admitted_at: float = 0.0
-    """When the first of its prompts first ran."""
+    """When a prompt of the request first ran."""
     first_token_at: float = 0.0
-    """When the engine had its first token."""
+    """When the engine had the request's first token."""
     first_sent_at: float = 0.0
     """When its first response was handed to Triton."""
     ended_at: float
     """When its last response was handed to Triton, an error included."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed for it."""
+    """Prompt tokens that were not computed for the request, as the KV cache or a tier had them."""
     num_output_tokens: int = 0
-    """Tokens generated for all choices, including those that the end kept from being sent."""
+    """Tokens generated for all choices, including tokens that were never sent."""
     num_reasoning_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0

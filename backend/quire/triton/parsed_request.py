@@ -41,14 +41,16 @@ class ParsedRequest:
     cache_control: CacheCommand | None = None
     """A command for `EngineCore.control`, instead of a generation."""
     stops: StopAutomaton | None = None
-    """Automaton of `params.stop`; made here, as it takes milliseconds that no other should wait for."""
+    """Automaton for the strings in `params.stop`; None: there are none. The intake makes it, as that costs
+    milliseconds that the responder's other requests should not wait for."""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
     form: str = "quire"
-    """How tensors are written: "batched" with TensorRT-LLM's ranks, else as the dialect has them."""
+    """Form of the output tensors: "batched" with TensorRT-LLM's ranks, else the dialect of the model."""
     hides_logprobs: bool = False
-    """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
+    """Whether only the sum of log-probabilities is asked for; the output `logprobs` in vllm_backend's form is
+    null then."""
     cumulative: bool = False
     """Whether each response repeats the output of all earlier responses."""
     is_chat: bool = False
@@ -66,7 +68,7 @@ class ParsedRequest:
     is_prompt_alone: bool = False
     """Whether the client wants no tokens (max_tokens 0); the one that the engine generates is not sent."""
     embeds: EmbedsMessage | None = None
-    """Points into memory that lives as long as `buffer` is open."""
+    """Embeddings of images or of the prompt; None: there are none. They are in the memory of `buffer`."""
     buffer: SharedBuffer | DeviceBuffer | None = None
     adapter: str = ""
     """Name of the LoRA adapter; empty: none."""

@@ -1,7 +1,6 @@
-"""RequestReader: a copy of what a Triton request holds, made while Triton still owns it.
+"""RequestReader: copies a Triton request while Triton still owns its memory.
 
-It runs on the stub's main thread, which must not be held up: whatever is too large is refused here, before it
-is copied.
+It runs on the stub's main thread, which must not be held up. So whatever is too large is refused here.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ _MOST_ENTRIES = {
 }
 _EMBEDS = ("image_embeds", "prompt_embeds")
 _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
-"""Elements for each token of the longest prompt; `image_embeds` has a row."""
+"""Most elements of these inputs for each token of the longest prompt; embeddings have a row for each."""
 
 
 @dataclass(slots=True)
 class RawRequest:
-    """A copy of what a Triton request holds; nothing is checked yet."""
+    """Copy of a Triton request; only sizes and the encoding of its own texts are checked."""
 
     tensors: dict[str, list[Any]]
     """Input name to its elements, flat; BYTES elements are `bytes`."""
@@ -69,9 +68,9 @@ class RawRequest:
     correlation_id: str = ""
     sequence_end: bool = False
     embeds: SharedBuffer | DeviceBuffer | None = None
-    """`image_embeds` or `prompt_embeds`, where the request has rows of it."""
+    """Rows of `image_embeds` or `prompt_embeds`; None: the request has none."""
     num_bytes: int = 0
-    """Size of the request's texts, in bytes."""
+    """Size of the request's BYTES tensors together, in bytes."""
 
 
 class RequestReader:
@@ -152,7 +151,11 @@ class RequestReader:
                 raise InvalidArgumentError(name, "must hold at least one text")
 
     def _check_text(self, name: str, values: list[bytes]) -> int:
-        """The bytes of a STRING tensor; refuses those that no request needs."""
+        """Returns the size of a BYTES tensor's values in bytes.
+
+        Raises:
+            InvalidArgumentError: it exceeds the limit of this input.
+        """
         num_bytes = sum(map(len, values))
         most = self._config.max_prompt_bytes if name in _PROMPT_NAMES else client_json.MAX_BYTES
         _check_size(name, num_bytes, most)
@@ -160,7 +163,7 @@ class RequestReader:
 
 
 def decoded(field: str, value: Any) -> Any:
-    """A value whose bytes, if it is some, are UTF-8; raises InvalidArgumentError."""
+    """Returns `value`, decoded if it is bytes. Raises InvalidArgumentError for bytes that are not UTF-8."""
     return _utf8(field, value.decode) if isinstance(value, bytes) else value
 
 

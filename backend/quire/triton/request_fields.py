@@ -1,4 +1,4 @@
-"""Places where a request states its parameters: its own, headers, `sampling_parameters`, typed tensors."""
+"""Reads a request's fields from Triton's request parameters, headers, `sampling_parameters` and tensors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ _RESERVED = frozenset(
 
 
 def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request parameters that are ours, and what forwarded headers state, the one that counts first.
+    """Request parameters that name fields of ours, and the values of forwarded headers, by precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
-    lower case. Whatever else an operator's pattern lets through is not ours: no field of ours has a hyphen.
-    What HTTP generate has for Triton itself (timeout, sequence_id) is moved to where the others have it.
+    lower case. Other forwarded headers are left out; their hyphens tell them from our fields. HTTP generate
+    passes `timeout` and the sequence's id and end as parameters; they are moved to the fields of `raw`.
+
+    Raises:
+        InvalidArgumentError: the parameters cannot be read, or one that is moved has a wrong value.
     """
     try:
         pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
@@ -61,8 +64,11 @@ def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, 
 def check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[str, Any]]) -> None:
     """Refuses a tenant that does not come from a header.
 
-    A client's request parameter may have a header's name, and nothing tells them apart; beside the header
-    that the gateway sets, another value shows.
+    A client may send a request parameter that has the header's name, which looks like a header. Beside the
+    header that the gateway sets, it is noticed as a second value.
+
+    Raises:
+        InvalidArgumentError: a tenant is in `stated`, or the headers have different ones.
     """
     if any(source.get("tenant") is not None for source in stated):
         raise InvalidArgumentError("tenant", "must be given as a header here (tenant_from_header_only)")
@@ -77,7 +83,11 @@ def _is_header(key: str) -> bool:
 
 
 def json_parameters(raw: RawRequest) -> dict[str, Any]:
-    """The object in `sampling_parameters`."""
+    """Parses the JSON object in `sampling_parameters`; empty if the request has none or only blanks.
+
+    Raises:
+        InvalidArgumentError: it is no valid JSON, or no object.
+    """
     field = "sampling_parameters"
     value: bytes = raw.tensors.get(field, [b""])[0]
     if not value.strip():
@@ -92,7 +102,11 @@ def json_parameters(raw: RawRequest) -> dict[str, Any]:
 
 
 def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
-    """Values of the typed tensors among `names`."""
+    """Values of the tensors in `names` that the request has: a list where the input is one, else a scalar.
+
+    Raises:
+        InvalidArgumentError: a text is not UTF-8.
+    """
     typed: dict[str, Any] = {}
     for name in names & raw.tensors.keys():
         values = [decoded(name, value) for value in raw.tensors[name]]
@@ -101,9 +115,10 @@ def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
 
 
 def wants_no_token(*sources: dict[str, Any]) -> bool:
-    """Whether `max_tokens` is 0, which becomes 1 in the sources; the first that states it counts.
+    """Whether `max_tokens` is 0 in the first of `sources` that states it. Every 0 is changed to 1 in place.
 
-    The engine knows no request without a token: its first one costs nothing beside the prompt."""
+    The engine always generates a token, which costs nothing beside the prompt.
+    """
     stated = [
         (source, name)
         for source in sources
@@ -118,10 +133,10 @@ def wants_no_token(*sources: dict[str, Any]) -> bool:
 
 
 def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
+    """Request parameters in which a text of `stop` or `bad_words` that is a JSON list of strings is a list.
 
-    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
-    whatever it looks like. "[INST]" and "[1]" are strings here too.
+    Request parameters carry only scalars, so this is their way to a list. In other sources a list can be
+    given as such, so a text there is one string. "[INST]" and "[1]" are no JSON lists of strings, and stay.
     """
     return {name: _spelled_list(name, value) for name, value in parameters.items()}
 
@@ -138,5 +153,5 @@ def _spelled_list(name: str, value: Any) -> Any:
 
 
 def pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Moves what has one of `names` out of `values`."""
+    """Removes the keys `names` from `values`; returns those that were there with their values."""
     return {name: values.pop(name) for name in names if name in values}

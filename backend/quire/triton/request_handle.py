@@ -1,4 +1,4 @@
-"""RequestHandle: one request of Triton from `execute` to its FINAL."""
+"""RequestHandle: one of Triton's requests from `execute` to its FINAL response."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Response(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestHandle:
-    """Owns a response sender, open until `_sender` is dropped with FINAL. Only the responder uses it.
+    """Owns a request's response sender until FINAL is sent. Once submitted, only the responder uses it.
 
     Polling a sender after FINAL crashes tritonserver 2.51, so the sender is gone from here
     the moment FINAL is sent, and every method asserts that it is still there.
 
     A `send` of Triton raises where its shared memory is full, and then nothing was delivered. One that was
     to carry FINAL cannot be repeated: the stub marks a sender as closed before it asks for memory, and the
-    client would wait for ever. So before a large response with FINAL, and before any while sends fail
-    (`careful`), it is asked for room, which may be refused without harm. After a failure the caller owes the
-    request an end: `send_error`, and then `retry_end` until `is_open` is false.
+    client would wait for ever. So before a large response with FINAL, and before any FINAL while sends fail
+    (`careful`), the shared memory is asked for room, which may be refused without harm. After a failure the
+    caller owes the request an end: `send_error`, and then `retry_end` until `is_open` is false.
     """
 
     _sender: Any | None
@@ -76,7 +76,7 @@ class RequestHandle:
     step_s: float = 0.0
     """Seconds between the last two responses of a choice; 0 before there were two."""
     decoder: TokenDecoder | None = None
-    """Tells the texts of tokens in log-probabilities; None: there is no tokenizer."""
+    """Gives the texts of tokens in log-probabilities; None: there is no tokenizer."""
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
     """W3C trace contexts: of the caller, and of Triton's own span; each empty where there is none."""
     _error: Any | None = None
@@ -89,7 +89,7 @@ class RequestHandle:
 
     @property
     def is_replay(self) -> bool:
-        """Whether its results come from the cache: it does not need an engine."""
+        """Whether the request's results are known without an engine (`ParsedRequest.results`)."""
         return self.parsed.results is not None
 
     @property
@@ -103,7 +103,7 @@ class RequestHandle:
 
     @property
     def first_sent_at(self) -> float:
-        """Time of its first response, CLOCK_MONOTONIC seconds; 0: there was none."""
+        """Time of the request's first response, CLOCK_MONOTONIC seconds; 0: there was none."""
         return min(self._first_sent.values(), default=0.0)
 
     def is_cancelled(self) -> bool:
@@ -112,7 +112,7 @@ class RequestHandle:
         return bool(self._sender.is_cancelled())
 
     def make(self, output: RequestOutput) -> Response:
-        """Makes the response to a choice's delta; a choice's are sent in the order in which they are made."""
+        """Makes the response for a choice's delta. Responses of one choice must be sent in this order."""
         if self.parsed.cumulative:
             key = output.item, output.index
             output = self.so_far[key] = output.after(self.so_far.get(key))
@@ -134,7 +134,7 @@ class RequestHandle:
             before_error: whether an error follows, which carries FINAL.
 
         Returns:
-            Seconds since the choice's response before; 0: it is its first.
+            Seconds since the choice's previous response; 0: this is its first.
 
         Raises whatever Triton raises: then the delta is lost.
         """
@@ -161,8 +161,10 @@ class RequestHandle:
         return pause_s
 
     def echo_of(self, output: RequestOutput) -> str:
-        """The prompt's text where the response to an output begins with it: each one that repeats those
-        before it, else the choice's first."""
+        """Prompt text with which the response to an output must begin; empty: none.
+
+        It begins the first response of each choice, or every response if they repeat the output so far.
+        """
         echo = self.request_of(output).echo
         is_first = not echo or self.parsed.cumulative or (output.item, output.index) not in self.last_sent
         return echo if is_first else ""
@@ -172,7 +174,7 @@ class RequestHandle:
         return self.parsed.of_item(output.item)
 
     def _tensors(self, output: RequestOutput) -> tuple[int, list[Any]]:
-        """The tensors of one response, and how many bytes they hold at least."""
+        """Returns the least number of bytes that a response's tensors hold, and the tensors."""
         num_bytes = 0
         tensors = []
         parsed = self.request_of(output)
@@ -195,11 +197,11 @@ class RequestHandle:
         return num_bytes, tensors
 
     def timing(self, output: RequestOutput) -> bytes:
-        """JSON of where a choice's time went, in milliseconds since the request came to the model.
+        """JSON object that says where a choice's time went, in milliseconds, and some counts.
 
-        queue, prefill (to the first token) and decode are the parts of total, which ends with this response;
-        paused is what of them an engine's death took, up to the next token; first_token is when the first
-        response was sent. Empty where nothing was generated (a command).
+        queue, prefill (to the engine's first token) and decode add up to total, the time from the request's
+        arrival to this response. paused is the part of it that was lost to deaths of engines. first_token is
+        the time from arrival to the choice's first response. Empty for a command.
         """
         if not self.processors:
             return b"{}"
@@ -257,7 +259,9 @@ class RequestHandle:
 
 @cache
 def finish_reason_tensor(reason: str) -> Any:
-    """One for all responses: what was sent once is in shared memory and need not be copied there again.
+    """Tensor `finish_reason` with this text, one object for all responses.
+
+    A tensor that was sent once is in shared memory and need not be copied there again.
 
     Where Triton's utilities end before the interpreter does, the cache must be cleared before them.
     """
@@ -266,7 +270,7 @@ def finish_reason_tensor(reason: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _in_order(names: frozenset[str]) -> tuple[str, ...]:
-    """Outputs in the order in which they are declared: there are clients that take the first for the text."""
+    """Names of outputs in the order of declaration, as some clients expect the text in the first output."""
     return tuple(sorted(names, key=_PLACES.__getitem__))
 
 
@@ -294,11 +298,11 @@ def _bytes(value: bytes) -> Any:
 
 
 def _logprobs(entries: Sequence[TokenLogprobs | None] | None, decoder: TokenDecoder | None) -> bytes:
-    """JSON: per token its id, its log-probability and rank, and those of the most likely ones, with the texts
-    of all where there is a tokenizer, and the bytes of those that are parts of characters; null for the first
-    token of a prompt.
+    """JSON list with an object for each token; null for the first token of a prompt.
 
-    An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
+    An object has the token's id, log-probability and rank, and log-probabilities of the most likely tokens by
+    id. With a tokenizer it has the texts of all these tokens, and the bytes of those that are parts of
+    characters. It is written fast, as all streams wait meanwhile and there may be millions of numbers.
     """
     told: list[dict[str, Any] | None] = []
     for entry in entries or ():
@@ -324,10 +328,10 @@ def _logprobs(entries: Sequence[TokenLogprobs | None] | None, decoder: TokenDeco
 
 
 def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) -> bytes:
-    """JSON as vllm_backend writes it: per token an object by token id, of the token and the most likely ones.
+    """JSON list as vllm_backend writes it: for each token an object of it and the likeliest ones by id.
 
-    The rank of the latter is their place; that of a token behind them may be unknown (beam search), and is
-    then the next one.
+    The rank of a most likely token is its place among them. If the rank of the generated token is unknown
+    (beam search), it is written as the one after them.
     """
     entries = []
     for entry in output.logprobs or ():
@@ -346,7 +350,7 @@ def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) 
 
 
 _Array: TypeAlias = Callable[[RequestOutput, RequestHandle], Any]
-"""Makes what an output's tensor holds."""
+"""Makes the array of an output tensor from a choice's output and its request."""
 
 _QUIRE_ARRAYS: dict[str, _Array] = {
     "text_output": lambda output, handle: _bytes((handle.echo_of(output) + output.text).encode()),
@@ -393,6 +397,5 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
         ),
     },
 }
-"""Functions that make an output's tensor, by `ParsedRequest.form` and output name; `finish_reason` is made
-elsewhere. Tensors of "batched" have a batch dimension and, where TensorRT-LLM's do, one for the beams of a
-row."""
+"""Functions that make an output's array, by `ParsedRequest.form` and output name, without `finish_reason`.
+The outputs of "batched" that TensorRT-LLM has too are shaped as there, with dimensions for batch and beams."""

@@ -1,4 +1,4 @@
-"""RequestParser: checks what a request holds, and tokenizes its prompts; on threads of the intake."""
+"""RequestParser: checks a request's fields and tokenizes its prompts, on the intake's threads."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
 _CONTROL["lora_name"] = NAME
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
-"""Known when a choice has ended; what asks for one of them gets it with the last response."""
+"""Outputs that are known only when a choice has ended. A client that asks for one by a `return_` input, and
+does not name its outputs, gets it with the last response alone."""
 _LOGPROB_OUTPUTS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
@@ -93,25 +94,25 @@ VLLM_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
 VLLM_STREAM_WITH_PROMPT = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
-"""Error message of vllm_backend for a stream that shall begin with its prompt; its clients compare it."""
+"""Error message of vllm_backend for a stream that is to begin with its prompt; its clients compare it."""
 VLLM_NO_ADAPTERS = "LoRA feature is not enabled."
 """Error message of vllm_backend for a request that names an adapter where there are none."""
 MAX_SEQUENCES = 1024
-"""Choices of all of a request's prompts together."""
+"""Largest number of choices of all of a request's prompts together."""
 
 
 class RequestParser:
     """Checks requests against one model.
 
     Args:
-        tokenizer: a `quire_ensemble.tokenizer.Tokenizer`; None: only token ids are accepted.
+        tokenizer: a `quire_ensemble.tokenizer.Tokenizer`; None: prompts must be token ids or embeddings.
         defaults: sampling defaults of the checkpoint.
         info: the engine's limits; a callable since a restarted engine may answer differently.
         decoupled: whether the model may stream.
-        batched: whether its tensors have a batch dimension.
-        declared: outputs that the model's configuration declares, which may be others than ours; None: ours.
+        batched: whether the model's tensors have a batch dimension.
+        declared: names of the outputs in the model's configuration; None: it has no list, so all of ours.
         grammars: checks `structured_output`; None: there is no tokenizer to check it with.
-        adapters: whether there are any, and whether clients may load them.
+        adapters: says whether there are adapters, and whether clients may load them.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class RequestParser:
 
         Raises:
             InvalidArgumentError: a field is wrong; the message names the field and its limit.
+            UnavailableError: the process that checks grammars fails.
         """
         if not self.batched:
             return self._parse(raw)
@@ -170,7 +172,7 @@ class RequestParser:
         return _together(found)
 
     def _parse(self, raw: RawRequest) -> ParsedRequest:
-        """A request, or one row of a batch."""
+        """Parses a request or one row of a batch. Errors name the field as the client wrote it."""
         translation = translate(raw, self.tokenizer, self.info().vocab_size)
         try:
             return self._parse_translated(translation)
@@ -349,7 +351,7 @@ class RequestParser:
         return first
 
     def _echo(self, token_ids: list[int], text: str, params: SamplingParams) -> str:
-        """The prompt as text; decoded where it was given otherwise and there is a tokenizer."""
+        """The prompt's text. A prompt without a text is decoded; without a tokenizer the result is empty."""
         if text or self.tokenizer is None:
             return text
         decoded: str = self.tokenizer.hf.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
@@ -379,7 +381,7 @@ class RequestParser:
         return found
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
-        """Tokens and milliseconds: the request's own, or the model's where it states neither."""
+        """Returns `stream_interval` and `stream_interval_ms`: the model's if the request states neither."""
         if _INTERVALS.keys().isdisjoint(control):
             return self.config.stream_interval, self.config.stream_interval_ms
         return control.get("stream_interval", 0), control.get("stream_interval_ms", 0)
@@ -404,8 +406,13 @@ class RequestParser:
     def _prompts(
         self, raw: RawRequest, info: EngineInfo
     ) -> tuple[list[tuple[list[int], str]], ChatFormat | None]:
-        """Token ids of each prompt, and its text where it was given as one; and what chat messages say of
-        their answer."""
+        """Returns token ids and text of each prompt, and the format of the answer to chat messages.
+
+        A prompt that was not given as a text has an empty one. The format is None without chat messages.
+
+        Raises:
+            InvalidArgumentError: there is no prompt, several kinds of prompts, or one that is invalid.
+        """
         given = [name for name in _PROMPT_NAMES if name in raw.tensors]
         if len(given) != 1:
             found = ", ".join(given) if given else "none"
@@ -465,8 +472,13 @@ class RequestParser:
 
 
 def _chat_format(raw: RawRequest) -> ChatFormat | None:
-    """Parses the input `chat_format`; None: it is missing, or empty, as a model that tokenizes sends it for a
-    text."""
+    """Parses the input `chat_format`; None: it is missing or empty.
+
+    The tokenizer model of an ensemble sends an empty one if the prompt is a text.
+
+    Raises:
+        InvalidArgumentError: it is invalid.
+    """
     value: bytes = raw.tensors.get(CHAT_FORMAT, [b""])[0]
     if not value:
         return None
@@ -477,7 +489,14 @@ def _chat_format(raw: RawRequest) -> ChatFormat | None:
 
 
 def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> EmbedsMessage | None:
-    """Checks the image inputs against each other and the model; None where the prompt has no image."""
+    """Checks embeddings of images or of the prompt against their other inputs and the model.
+
+    Returns:
+        None if the request has no embeddings.
+
+    Raises:
+        InvalidArgumentError: the inputs do not fit each other or the model.
+    """
     name = "image_embeds"
     values = raw.tensors.get("image_spans", [])
     if len(values) % 2:
@@ -523,7 +542,11 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
 
 
 def _streams(control: Mapping[str, Any]) -> bool:
-    """Whether tokens are sent as they come: what `stream` says, or `output_mode` where it is given alone."""
+    """Whether the answer is streamed, from `stream` or `output_mode`.
+
+    Raises:
+        InvalidArgumentError: they contradict each other.
+    """
     mode = control.get("output_mode")
     if mode is None:
         return bool(control.get("stream", False))
@@ -573,10 +596,10 @@ def _outputs(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the names of the outputs of every response, and of those of the last response.
 
-    A client that names outputs gets exactly these, each time (a step behind the generator in an ensemble
-    fails without its inputs). One that names none is sent all by Triton's rules; then every response
-    carries what a stream consists of, the last one also what is known once, and the rest comes on request:
-    a tensor costs about 10 us of CPU on either side of the stub.
+    A client that names outputs gets exactly these with each response (in an ensemble, the step after the
+    generator fails without its inputs). For a client that names none Triton asks for all outputs. It gets
+    text and token ids with each response, finish reason and counts with the last, and other outputs only if
+    its inputs ask for them: a tensor costs about 10 us of CPU on either side of the stub.
     """
     if requested != all_outputs:
         return requested, requested

@@ -21,7 +21,8 @@ logger = logging.getLogger("quire")
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 MAX_CONTEXT = 512
-"""Characters of a header, as many as W3C has everybody pass on: the SDK takes n^2 of time for n blanks."""
+"""Longest trace header that is used, in characters, the length that W3C requires everybody to pass on. The
+SDK's time for n blanks grows with n^2."""
 _STATED = (
     *("max_tokens", "temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty"),
@@ -30,14 +31,14 @@ _STATED = (
 
 
 class RequestTraces:
-    """An observer that makes spans; a thread of the processor's sends them.
+    """Observer that makes the spans of each request; a thread of the span processor sends them.
 
     A request's span is a child of Triton's own where Triton traces the request, else of the caller's. Below
     it are `queue` (until it first ran), `prefill` (until the engine had a first token), `decode` and, from
-    its first response, `stream`. No span has a text.
+    its first response, `stream`. No span has a text. Commands have no span.
 
     Args:
-        processor: of OpenTelemetry's SDK: takes the spans.
+        processor: OpenTelemetry span processor that gets the spans.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -56,7 +57,7 @@ class RequestTraces:
 
     @classmethod
     def of_environment(cls) -> RequestTraces | None:
-        """Makes the observer that the standard variables ask for; None: none, or a package is missing."""
+        """Makes the observer if the standard variables ask for it; else, or without the packages, None."""
         environment = os.environ
         if (
             not any(environment.get(name) for name in _ENDPOINTS)
@@ -75,7 +76,7 @@ class RequestTraces:
     def context_of(self, request: Any) -> tuple[dict[str, str], dict[str, str]]:
         """W3C trace contexts of a `pb_utils.InferenceRequest`: its caller's, and that of Triton's own span.
 
-        Each empty where there is none; what cannot be read is none.
+        Each is empty if there is none or if it cannot be read. Values above MAX_CONTEXT are left out.
         """
         caller: dict[str, Any] = {}
         server: dict[str, Any] = {}
@@ -132,7 +133,7 @@ class RequestTraces:
         span.end(at(record.ended_at))
 
     def close(self, timeout_s: float) -> None:
-        """Sends what there is, as far as that is possible in the time."""
+        """Sends the remaining spans; waits `timeout_s` seconds at most."""
         thread = threading.Thread(target=self._provider.shutdown, name="quire-traces", daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -145,7 +146,7 @@ def _texts(context: Any) -> dict[str, str]:
 
 
 def phases_of(record: RequestEnded) -> list[tuple[str, float, float]]:
-    """Name, begin and end of the parts of a request that it came to, CLOCK_MONOTONIC seconds."""
+    """Name, begin and end (CLOCK_MONOTONIC seconds) of each phase that a request reached."""
     starts = {
         "queue": record.arrived_at,
         "prefill": record.admitted_at,

@@ -1,8 +1,8 @@
 """Responder: the thread between the engine and Triton's response senders.
 
-It alone sends responses, polls for cancellation and sends FINAL. What it does is in parts of its own
-(`triton/sending/`), each with its own state: the table of open requests, the queue of what is to be sent, the
-sender, the ends that fail, the polls, and what happens when an engine dies. Here is the loop.
+It alone sends responses and polls for cancellation. This module has the thread's loop. The parts are in
+`triton/sending/`, each with its own state: the table of open requests, the queue of choices with something to
+send, the sender, the ends of requests, the polls, and the continuation of requests whose engine died.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ UNLOADING = "the model is being unloaded"
 
 
 class Responder(threading.Thread):
-    """Started by the frontend; ends with `stop`.
+    """Thread that hands requests to the engine and sends responses. The frontend starts it, `stop` ends it.
 
     Args:
         tokenizer: transformers tokenizer for detokenization, or None.
         engine: the engine client; the responder owns it and closes it.
-        num_frontends: how many share the engine's cores.
+        num_frontends: number of frontends that share the engine's cores.
         model: name of the Triton model, for observers.
         observers: get a RequestEnded for each request.
         max_pause_s: longest wait for the next engine, in seconds; 0 ends requests at once.
@@ -96,11 +96,11 @@ class Responder(threading.Thread):
         self._post(lambda: self._submit(handle, parsed), handle)
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
-        """Ends an invalid request with its error."""
+        """Ends a request that is not accepted with the error that says why."""
         self._post(lambda: self._ends.fail(handle, str(error), error.code), handle)
 
     def stop(self) -> None:
-        """Ends the thread after what is in the inbox; open requests and commands end with UNAVAILABLE."""
+        """Ends the thread once the inbox is empty; open requests and commands then end with UNAVAILABLE."""
         self._stopped.set()
         self.engine.wake()
 
@@ -181,7 +181,7 @@ class Responder(threading.Thread):
             self._ends.fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
 
     def _begin(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
-        """Hands a request or command to an engine, or to what answers in its place, and has it polled.
+        """Hands a request or command to an engine, or answers it without one, and begins to poll its client.
 
         Raises:
             UnavailableError: there is no engine, or the model is being unloaded.
@@ -205,7 +205,10 @@ class Responder(threading.Thread):
                 self.engine.send(message)
 
     def _cancel_paused(self, command: RequestHandle) -> bool:
-        """Ends paused requests that a cancellation names, which answers it; False: it names none."""
+        """Ends the paused requests that a cancellation names, and answers the cancellation.
+
+        Returns False, without an answer, if it names no paused request.
+        """
         is_found = self._continuation.cancel(command.parsed)
         if is_found:
             self._answer(CommandResult(command.request_id, {}))
@@ -256,7 +259,11 @@ class Responder(threading.Thread):
             self._process(generation, output)
 
     def _process(self, generation: Generation, output: EngineCoreOutput) -> list[str]:
-        """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
+        """Processes an engine output or ends the request if it is an error.
+
+        Returns:
+            Ids of a request or choice that a stop string ended here, for the engine to abort; empty: none.
+        """
         handle, choice = generation.handle, generation.processor.choices[output.index]
         try:
             if output.error is not None:

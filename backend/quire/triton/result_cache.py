@@ -1,12 +1,12 @@
-"""ResultCache: what an engine answered to deterministic requests, for when they come again.
+"""ResultCache: an engine's outputs for deterministic requests, to answer the same requests again.
 
-It lies before the engine and keeps what that said (token ids, log-probabilities, embeddings, ends), not what
-clients were sent: a hit goes through the same processors as an engine's outputs, so texts, stop strings,
-parsers, dialects and pacing are the request's own.
+It keeps what the engine sent (token ids, log-probabilities, embeddings, finish reasons), not what clients
+were sent. A hit goes through the same processors as an engine's outputs, so texts, stop strings, parsers,
+dialects and pacing are the request's own.
 
-A request is looked up by its key, a digest of all that reaches the engine but when it came and how urgent it
-is, and of what the engine computes with, the weights of its adapter among it. Whoever adds a field to
-requests need not think of the cache.
+A request's key is a digest of the engine's fingerprint, the tokenizer's files and the message to the engine.
+The message counts with its adapter's digest, but without ids, arrival time and the scheduling parameters
+other than tenant and cache salt. So a new field of requests is part of the key by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VERSION = 2
 MAX_ENTRY_BYTES = 16 * 2**20
 """Largest size of an entry, which holds the results of one request."""
 MAX_SHARE = 8
-"""An entry may take this part of the memory."""
+"""Entries above 1/MAX_SHARE of `result_cache_memory` are not kept in memory."""
 
 _decoder = msgspec.msgpack.Decoder(Results)
 _encoder = msgspec.msgpack.Encoder()
@@ -46,8 +46,8 @@ class ResultCache:
     """Result cache of one frontend. The intake's threads call `look_up`, the responder's thread calls `keep`.
 
     Args:
-        config: `result_cache_memory` and what belongs to it.
-        tokenizer: its directory or file, whose content decides what a grammar means; None: there is none.
+        config: has `result_cache_memory`, `result_cache_ttl_s` and `result_cache_url`.
+        tokenizer: the tokenizer's directory or file, as a grammar's meaning depends on it; None: none.
 
     Raises:
         ConfigError: redis-py is not installed, or `result_cache_url` is no URL.
@@ -62,11 +62,14 @@ class ResultCache:
 
     @classmethod
     def from_config(cls, config: CacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
-        """None where it is off."""
+        """Makes the cache that a configuration asks for; None: it is off. Raises ConfigError."""
         return cls(config, tokenizer) if config.result_cache_memory or config.result_cache_url else None
 
     def look_up(self, parsed: ParsedRequest, info: EngineInfo) -> None:
-        """Gives a request the results it had before, or a recording for those it will have."""
+        """Sets `parsed.results` if the cache has them, else `parsed.recording`.
+
+        Sets neither for a request whose results may differ from time to time.
+        """
         if not info.fingerprint or not all(map(_is_deterministic, (parsed, *parsed.others))):
             return
         key = self._key(parsed, info.fingerprint)
@@ -83,12 +86,15 @@ class ResultCache:
             parsed.results = found
 
     def keep(self, recording: Recording, finished: list[OutputProcessor], info: EngineInfo) -> None:
-        """Keeps what was recorded, where it would be the same again.
+        """Stores a recording whose results would be the same again.
+
+        It is dropped if a choice ended by anything but a stop or its length, if engine or adapters changed,
+        or if it is larger than MAX_ENTRY_BYTES.
 
         Args:
             finished: all choices of the request.
-            info: of the engine now; another one may have gone on with the request, or its adapter may have
-                been replaced before the engine had the request.
+            info: the engine as it is now. Since the look-up another engine may have gone on with the request,
+                or its adapter may have been replaced.
         """
         adapters = {one.name: one.digest for one in info.adapters}
         if recording.fingerprint != info.fingerprint or not recording.adapters.items() <= adapters.items():
@@ -149,12 +155,14 @@ def nothing_said(num_choices: list[int]) -> Results:
 
 
 def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) -> Iterator[EngineCoreOutput]:
-    """Results as an engine would say them: where the request streams its first tokens alone, then as many at
-    a time as it states, else all.
+    """Yields results as outputs of an engine.
+
+    Without a stream each choice has one output. In a stream the first output has one token, further ones have
+    `stream_interval` tokens, or all the rest if it is 0.
 
     Args:
-        results: of the request.
-        request_ids: by item, as the engine would know them.
+        results: the request's results.
+        request_ids: id in the engine of each of the request's prompts.
         parsed: the request.
     """
     size = parsed.stream_interval or MAX_ENTRY_BYTES
@@ -181,10 +189,11 @@ def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) ->
 
 
 def _is_deterministic(prompt: ParsedRequest) -> bool:
-    """Whether a prompt's results are the same each time, and nothing but they is asked for.
+    """Whether a prompt's results may come from the cache.
 
-    Pins and sessions keep blocks in the engine, so those requests are for it; a logits processor is code that
-    may do anything.
+    They must be the same each time: greedy or with a seed, and without logits processors, which may do
+    anything. Pins and sessions keep blocks in the engine, so the engine must get those requests. The content
+    of an adapter must be known, and the client must not have turned the cache off.
     """
     params, scheduling = prompt.params, prompt.scheduling
     return (
@@ -199,7 +208,7 @@ def _is_deterministic(prompt: ParsedRequest) -> bool:
 
 
 def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | None:
-    """An entry, if it is one of ours and fits the request."""
+    """Decodes an entry; None: it is invalid or does not fit the request."""
     try:
         results = _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -218,8 +227,11 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
 
 
 def _fits_request(one: ChoiceResult, prompt: ParsedRequest) -> bool:
-    """Whether a choice has log-probabilities, or an embedding, where its prompt asks for them, and no more
-    tokens than it allows."""
+    """Whether a choice's result has what its prompt asks for.
+
+    It must have log-probabilities and an embedding exactly if they are asked for, no prompt log-probabilities
+    of a wrong length, no more tokens than allowed, and no more cached tokens than the prompt has.
+    """
     params, num_prompt_tokens = prompt.params, len(prompt.prompt_token_ids)
     if len(one.embedding) != 4 * params.dimensions:
         return False

@@ -1,4 +1,4 @@
-"""Results: what an engine answered to a request, as the result cache records and keeps it."""
+"""Results: an engine's outputs for a request, as the result cache records and keeps them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput, TokenLogprobs
 
 LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
-"""Ends that the request itself has brought about; others come from clocks, clients and faults."""
+"""Finish reasons that depend on the request alone; others come from clocks, clients and faults."""
 
 
 class ChoiceResult(msgspec.Struct, array_like=True):
@@ -29,7 +29,10 @@ class ChoiceResult(msgspec.Struct, array_like=True):
     embedding: bytes = b""
 
     def is_sound(self, vocab_size: int) -> bool:
-        """Whether an engine could have produced this result. Cache entries are not trusted."""
+        """Whether the result has a valid finish reason, token ids, log-probabilities and count.
+
+        Cache entries are not trusted.
+        """
         entries = [*(self.logprobs or ()), *(one for one in self.prompt_logprobs or () if one is not None)]
         return (
             self.finish_reason in LASTING
@@ -50,13 +53,13 @@ class Results(msgspec.Struct, array_like=True):
 
 @dataclass
 class Recording:
-    """Outputs of the engine for a request that was not found in the cache."""
+    """Outputs of the engine for a request that was not found in the cache, collected by choice."""
 
     key: bytes
     fingerprint: str
-    """Fingerprint of the engine that was asked (`EngineInfo`)."""
+    """Fingerprint (`EngineInfo`) of the engine at the look-up."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Digest of each adapter's content by its name, as they were then."""
+    """Digest of each adapter's content at the look-up, by the adapter's name."""
     choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
 
     def add_output(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:

@@ -1,5 +1,5 @@
-"""How a request states its SchedulingParams: tensors, JSON, request parameters, headers, and what Triton has
-of its own for them (timeout, sequence id)."""
+"""Reads a request's SchedulingParams from tensors, JSON, request parameters, headers, and Triton's own
+timeout and sequence id."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 SCHEDULING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
-"""Every name a request may use, in the three forms (tensor, JSON, request parameter)."""
+"""Names of all scheduling fields, the same as a tensor, in JSON and as a request parameter."""
 
 ALIASES: dict[str, str] = {"priority": "request_priority"}
-"""Name of peers; inside `sampling_parameters` alone, since the request parameter is Triton's own."""
+"""Our name by that of other backends. Only `sampling_parameters` may use these, as Triton has a request
+parameter of its own with this name."""
 
 HEADERS: dict[str, str] = {
     "x-quire-tenant": "tenant",
@@ -44,7 +45,7 @@ HEADERS: dict[str, str] = {
     "x-quire-priority": "request_priority",
     "x-quire-cache-salt": "cache_salt",
 }
-"""Headers (in lower case) that may state a field, where the server forwards them as request parameters."""
+"""Scheduling field by header (in lower case), where the server forwards headers as request parameters."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Headers of a W3C trace context (in lower case), where the server forwards them as request parameters."""
@@ -57,18 +58,19 @@ def parse_scheduling_params(
     correlation_id: str = "",
     sequence_end: bool = False,
 ) -> SchedulingParams:
-    """Checks and merges what a request says; the first source that names a field wins.
+    """Checks and merges a request's scheduling fields; the first source that names a field wins.
 
     Args:
         sources: mappings of a name of SCHEDULING_FIELDS (or ALIASES) to its raw value, most specific first
             (typed tensors, JSON object, request parameters, headers). A value of None means "not given".
         arrived_at: CLOCK_MONOTONIC seconds from which deadlines count.
         timeout_us: Triton's own timeout of the request, microseconds; 0: none.
-        correlation_id: Triton's; names the session where no source does. Empty: none.
-        sequence_end: Triton's flag with it: the session's last request.
+        correlation_id: Triton's sequence id; names the session where no source does. Empty: none.
+        sequence_end: Triton's flag that this is the sequence's last request; used with `correlation_id`.
 
     Raises:
-        InvalidArgumentError: wrong type or value outside its range; names the field.
+        InvalidArgumentError: wrong type or value outside its range, an end without a session, or a pin
+            without a time to live; names the field.
     """
     given: dict[str, Any] = {}
     for source in sources:

@@ -1,4 +1,4 @@
-"""vllm_backend's model directory, read as ours: `1/model.json` has vLLM's engine arguments."""
+"""Reads vllm_backend's model directory: `1/model.json` has vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger("quire")
 
 FILE = "model.json"
 ADAPTERS = "multi_lora.json"
-"""Beside it: LoRA adapters, name to directory."""
+"""File beside `model.json`: directory of each LoRA adapter by its name."""
 METRICS = "REPORT_CUSTOM_METRICS"
 """Parameter of config.pbtxt by which vllm_backend shows its metrics."""
 _STATS_OFF = "disable_log_stats"
-"""Engine argument that puts them out."""
+"""Engine argument that turns vllm_backend's metrics off."""
 
 _RENAMED = {"num_gpu_blocks_override": "num_blocks"}
 _SAME = frozenset(
@@ -30,7 +30,7 @@ _SAME = frozenset(
         *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "model_impl"),
     )
 )
-"""Arguments that are called as here; a value that is not known here is refused as any other."""
+"""Arguments whose names are the same here. Their values are checked with the rest of the configuration."""
 _VALUES = {
     ("dtype", "half"): "float16",
     ("dtype", "float"): "float32",
@@ -39,7 +39,7 @@ _VALUES = {
     ("model_impl", "vllm"): "quire",
 }
 _ONE = frozenset({"pipeline_parallel_size", "data_parallel_size"})
-"""Only 1 is possible."""
+"""Arguments that must be 1."""
 _WITHOUT_EFFECT = frozenset(
     (
         *("disable_log_requests", "enable_log_requests", "disable_log_stats", "max_log_len"),
@@ -48,14 +48,17 @@ _WITHOUT_EFFECT = frozenset(
         *("enable_chunked_prefill", "max_seq_len_to_capture", "guided_decoding_backend"),
     )
 )
-"""About how vLLM does what is done here in another way. A log line names those that a file states."""
+"""Arguments that are ignored, as what they adjust is done differently here. A log line names those that a
+file states. `disable_log_stats` still turns vllm_backend's metrics off."""
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Our configuration of vLLM's engine arguments, in vllm_backend's dialect, without `quantization`.
+    """Translates vLLM's engine arguments into our configuration, with vllm_backend's dialect.
+
+    `quantization` is left out; see `check_quantization`.
 
     Raises:
-        ConfigError: has a line for each argument that has no meaning here.
+        ConfigError: has a line for each argument that is unknown, or that must be 1 and is not.
     """
     values: dict[str, Any] = {"dialect": "vllm"}
     problems, unused = [], []
@@ -80,7 +83,9 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_quantization(method: Any, checkpoint: Path) -> None:
-    """Accepts vLLM's `quantization` where the checkpoint has quantised weights: their kind is in its files.
+    """Refuses vLLM's `quantization` for a checkpoint whose weights are not quantised.
+
+    For others the value is ignored, as the files say how the weights are quantised. GGUF files are accepted.
 
     Raises:
         ConfigError: the checkpoint's weights are not quantised, so that vLLM would do it at load.
@@ -99,8 +104,8 @@ def shows_metrics(model_config: Mapping[str, Any], arguments: Callable[[], Mappi
     """Whether vllm_backend would show its metrics.
 
     Args:
-        model_config: Triton's, as a mapping.
-        arguments: gives the engine's; called only where the parameter asks for metrics.
+        model_config: Triton's model configuration, as a mapping.
+        arguments: returns vLLM's engine arguments; called only if the parameter asks for metrics.
     """
     asked = model_config.get("parameters", {}).get(METRICS, {}).get("string_value", "")
     return asked.lower() == "true" and not arguments().get(_STATS_OFF, False)

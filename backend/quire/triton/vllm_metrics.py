@@ -1,7 +1,7 @@
-"""Metrics of vllm_backend at /metrics, where a model's config.pbtxt says REPORT_CUSTOM_METRICS.
+"""Metrics of vllm_backend at /metrics, where a model's config.pbtxt sets REPORT_CUSTOM_METRICS.
 
 Names, labels, buckets and meanings are those of vllm_backend and vLLM: a choice of a request counts as a
-request, and a token counts when it comes. The histograms are Triton's, which take a call for each value.
+request, and a token counts when it comes. The histograms are Triton's, which need a call for each value.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class VllmBackendMetrics:
     board's thread sends them.
 
     Args:
-        model, version: labels of all.
-        max_model_len: bound of the histograms of tokens.
+        model, version: labels of all metrics.
+        max_model_len: limit of the bucket bounds in the histograms of token counts.
     """
 
     def __init__(self, board: MetricsBoard, model: str, version: str, max_model_len: int) -> None:

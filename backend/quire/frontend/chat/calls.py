@@ -1,4 +1,4 @@
-"""Readers of one call: its JSON goes to the sink as it comes, its name first."""
+"""Readers of one tool call. They pass its name to the sink, then its arguments as they arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.frontend.chat.json_reader import JsonReader
 from quire.frontend.chat.sink import AnswerSink
 
 MAX_HELD = 2**20
-"""Most characters of a call that are held until its name, or the end of string arguments, is known."""
+"""Limit in characters of text that is held, until a call's name or the end of a value is known."""
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -30,7 +30,7 @@ class ArgumentsReader:
         return self._reader.is_bad
 
     def feed(self, text: str, start: int) -> int:
-        """Takes the arguments' part of `text[start:]`; returns the index behind it, as `JsonReader.feed`."""
+        """Passes on the arguments' part of `text[start:]`. Returns the index after it (`JsonReader.feed`)."""
         end = self._reader.feed(text, start)
         self._sink.arguments(text[start:end])
         if self.is_done:
@@ -39,10 +39,11 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """A call as an object, `{"name": ..., "arguments": {...}}`, or "parameters"; other keys are passed over.
+    """Reads a call written as an object `{"name": ..., "arguments": {...}}`; the key may be "parameters".
 
-    Nothing is told before the name is known and the arguments begin, so that until then it may turn out to be
-    no call: `raw` is its text.
+    Other keys are ignored. The call begins in the sink once its name is known and arguments have begun (those
+    written as a string: are complete) or the object has ended. Until then it may turn out to be no call; its
+    text is in `raw`.
 
     Args:
         needs_arguments: whether an object without arguments is no call.
@@ -72,7 +73,7 @@ class CallReader:
         self._held: list[str] = []
         self._has_arguments = False
         self._arguments = ""
-        """How arguments are written: as an object, as a string of one, or null; empty: not yet."""
+        """First character of the arguments: `{` object, `"` string with one, `n` null; empty: none yet."""
         self.has_begun = False
 
     @property
@@ -85,11 +86,11 @@ class CallReader:
 
     @property
     def raw(self) -> str:
-        """All text it took, where no call has begun."""
+        """Text read so far; empty once the call has begun."""
         return "".join(self._raw)
 
     def feed(self, text: str, start: int) -> int:
-        """Takes the call's part of `text[start:]`; returns the index behind it, as `JsonReader.feed`."""
+        """Reads the call's part of `text[start:]`; returns the index after it, as `JsonReader.feed`."""
         end = self._reader.feed(text, start)
         if not self.has_begun:
             self._raw.append(text[start:end])

@@ -1,7 +1,7 @@
 """ChatParsing: which parsers a model's answers need; Answer: one choice's answer to chat messages.
 
-A model's formats are known by its chat template, which shows calls and reasoning of earlier turns as the
-model writes them.
+A model's formats are found in its chat template, which writes calls and reasoning of earlier turns in the way
+the model does.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ToolFormat:
 
     machine: type[TextMachine]
     signs: tuple[str, ...]
-    """Any of them in a chat template says that it is this format."""
+    """Strings of which any in a chat template shows that the model uses this format."""
     markers: tuple[str, ...]
-    """Strings that the parser has to see; the decoder shows those among them that are special tokens."""
+    """Strings that the parser must find in the text; if they are special tokens, decoding shows them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ("<|python_tag|>",),
     ),
 }
-"""Tool formats by name; tool_parser "auto" takes the first whose sign is in the chat template."""
+"""Tool formats by name; tool_parser "auto" means the first with a sign in the chat template."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -101,7 +101,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "magistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
-"""Reasoning formats by name; reasoning_parser "auto" takes harmony where the chat template has channels, else
+"""Reasoning formats by name; reasoning_parser "auto" means harmony if the chat template has channels, else
 the first whose closing tag is in it."""
 
 
@@ -109,9 +109,9 @@ class ChatParsing:
     """The parsers of a model.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: the model's tokenizer, of transformers.
         tool_parser: a name of TOOL_FORMATS, "auto" or "none".
-        reasoning_parser: likewise of REASONING_FORMATS.
+        reasoning_parser: a name of REASONING_FORMATS, "auto" or "none".
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
@@ -128,7 +128,8 @@ class ChatParsing:
             markers |= {found.open_tag, found.close_tag}
         decoder = TokenDecoder.for_tokenizer(tokenizer)
         self.decoder, self._hidden = decoder.showing(markers)
-        """Decoder that shows the markers among the special tokens; these are `_hidden` in content."""
+        """Decoder that does not skip the formats' markers. Those that are special tokens are in `_hidden`, as
+        they are removed from content."""
 
     @classmethod
     def from_config(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
@@ -144,7 +145,7 @@ class ChatParsing:
         return bool(self.reasoning or (self.tools and chat.tools))
 
     def answer(self, chat: ChatFormat, *, skip_special_tokens: bool = True) -> Answer:
-        """The parser of one choice."""
+        """Makes the parser of one choice's answer to these chat messages."""
         hidden = self._hidden if skip_special_tokens else ()
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in chat.tools}
         has_tools = bool(self.tools and schemas)
@@ -165,7 +166,7 @@ class ChatParsing:
         return Answer(sink, ThinkSplitter(sink, machine, both, is_open=self.is_open(chat)), self.decoder)
 
     def with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
-        """`params` with `thinking` filled from `thinking_budget`.
+        """Returns `params` with `thinking` set to the tokens of the reasoning tags, for `thinking_budget`.
 
         Raises:
             InvalidArgumentError: the answer has no reasoning that is known as such.
@@ -181,12 +182,14 @@ class ChatParsing:
         return msgspec.structs.replace(params, thinking=Thinking(self.is_open(chat), *ids))
 
     def with_grammar(self, params: SamplingParams, chat: ChatFormat) -> SamplingParams:
-        """`params` with the grammar that the messages ask for: of calls, or of a response format.
+        """Returns `params` with the grammar of the answer, where it has one.
 
-        A grammar that the request states by itself begins behind the reasoning, as these do.
+        The grammar is that of a response format, of calls, or the one that `params` state. If the model
+        reasons, the grammar begins after the reasoning.
 
         Raises:
-            InvalidArgumentError: two of them at once, or the model's way of writing calls is not known.
+            InvalidArgumentError: several grammars at once, a grammar that is too long, or calls that the
+                model cannot write or whose form is not known.
         """
         if chat.tools and self._is_unknown:
             raise InvalidArgumentError(
@@ -219,7 +222,10 @@ class ChatParsing:
         return msgspec.structs.replace(params, structured_output=grammar)
 
     def _of_calls(self, chat: ChatFormat, *, is_search: bool) -> StructuredOutput | None:
-        """The grammar of the calls that are required, or of one that begins; beams have none of these."""
+        """Returns the grammar for required calls or, if calls are optional, for any call that begins.
+
+        None for optional calls if the format has no trigger, in a beam search, or if the grammar is too long.
+        """
         form = call_form(self.tools, self._template)
         named = chat.tool_choice.removeprefix("function:") if chat.tool_choice.startswith("function:") else ""
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in chat.tools}
@@ -245,7 +251,7 @@ class ChatParsing:
         return self._in_place(form, chat) if self.reasoning else stated
 
     def _in_place(self, form: Format, chat: ChatFormat) -> StructuredOutput:
-        """A format behind the reasoning that may come first."""
+        """Returns the structural tag of a format that follows the model's reasoning, if there is any."""
         tags = REASONING_FORMATS.get(self.reasoning)
         if tags is None or chat.prompt_end.rstrip().endswith(tags.close_tag):
             return structural_tag(form)
@@ -258,7 +264,7 @@ class ChatParsing:
         return REASONING_FORMATS[self.reasoning].close_tag if self.is_open(chat) else ""
 
     def is_open(self, chat: ChatFormat) -> bool:
-        """Whether the prompt ends within reasoning."""
+        """Whether the prompt ends with the tag that opens reasoning."""
         tag = REASONING_FORMATS[self.reasoning].open_tag if self.reasoning else ""
         return bool(tag) and chat.prompt_end.rstrip().endswith(tag)
 
@@ -269,16 +275,17 @@ def prepare_answer(
     chat: ChatFormat | None,
     check: Callable[[StructuredOutput], object],
 ) -> tuple[SamplingParams, Callable[[], Answer] | None]:
-    """How a request's answer is generated and read.
+    """Prepares the generation and parsing of a request's answer.
 
     Args:
-        parsing: the model's; None: it has no tokenizer.
-        chat: of the messages that the prompt is made of; None: it is of none.
+        parsing: the model's parsers; None: the model has no tokenizer.
+        chat: format of the answer to chat messages; None: the prompt is not made of messages.
         check: raises InvalidArgumentError for a grammar that cannot be followed.
 
     Returns:
-        `params` with the grammar that the messages ask for and the tags of a thinking budget; and what makes
-        the parser of a choice's answer, None where its text is not parsed.
+        `params` with the answer's grammar and the tags of a thinking budget; and a function that makes the
+        parser of a choice's answer, None if the text is not parsed. A grammar that the client did not ask for
+        is left out if `check` refuses it.
 
     Raises:
         InvalidArgumentError: the model cannot do what is asked for; names the field.
@@ -303,12 +310,12 @@ def prepare_answer(
 
 
 class Answer:
-    """One choice's answer: takes its text, gives content, reasoning and calls.
+    """Parses one choice's answer into content, reasoning and calls.
 
     Args:
-        sink: what `parser` fills.
-        parser: of the whole text.
-        decoder: makes the text of token ids.
+        sink: collects what `parser` finds.
+        parser: parser of the answer's whole text.
+        decoder: decodes the answer's tokens.
     """
 
     __slots__ = ("_parser", "_sink", "decoder", "num_reasoning_tokens")
@@ -316,7 +323,8 @@ class Answer:
     def __init__(self, sink: AnswerSink, parser: AnswerParser, decoder: TokenDecoder) -> None:
         self._sink, self._parser, self.decoder = sink, parser, decoder
         self.num_reasoning_tokens = 0
-        """Tokens behind the opening tag, those of the closing one among them."""
+        """Number of tokens from the opening tag to the closing tag, the latter included. `OutputProcessor`
+        counts them."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -341,7 +349,7 @@ class Answer:
         return self._sink.has_all_calls
 
     def feed(self, text: str) -> None:
-        """The next piece of the text, markers among it."""
+        """Parses the next piece of the text, which has the markers in it."""
         if text:
             self._parser.feed(text)
 
@@ -351,7 +359,7 @@ class Answer:
         self._sink.finish()
 
     def pop_deltas(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """Content, reasoning and calls (OpenAI's deltas) since this was last asked."""
+        """Returns content, reasoning and calls (OpenAI's deltas) found since the last call of this method."""
         return self._sink.pop_deltas()
 
 

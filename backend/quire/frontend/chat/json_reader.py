@@ -9,7 +9,7 @@ from collections.abc import Callable
 from quire_common.client_json import MAX_DEPTH
 
 MAX_KEY = 1024
-"""Characters of a key of the outermost object, as it is written."""
+"""Longest key of the outermost object, in characters as they are written."""
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -41,11 +41,11 @@ OnValue = Callable[[str, str, bool], bool]
 
 
 class JsonReader:
-    """One JSON object; whatever was taken is the beginning of a valid one.
+    """Checks one JSON object; the text accepted so far is always the beginning of a valid object.
 
     Args:
-        on_value: called with the pieces of the outermost object's values: its key, the piece, and whether
-            the value ends with it. Where it returns false the object is bad.
+        on_value: called with each piece of a value of the outermost object: the value's key, the piece, and
+            whether the value ends with it. If it returns False, the object is bad.
     """
 
     __slots__ = (
@@ -67,17 +67,18 @@ class JsonReader:
         self._open: list[str] = []
         self._expect = "value"
         self._rest = ""
-        """Progress in the present value: the characters to come of a literal, the state of a number (a key of
-        _NUMBER), or a sign for each digit to come of a \\u escape."""
+        """Progress in the present value: the missing characters of a literal, the state of a number (a key of
+        _NUMBER), or one character for each missing digit of a \\u escape."""
         self._is_key = False
         self._key: list[str] = []
         self._key_size = 0
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Takes from `text[start:]` what belongs to the object, white space before it too.
+        """Reads the part of `text[start:]` that belongs to the object, with white space before the object.
 
         Returns:
-            Index behind it; where the object is bad, that of the first character that does not belong to it.
+            Index after that part. If the object is bad, index of the first wrong character, or after the
+            value that `on_value` refused.
         """
         index, size = start, len(text)
         told = index if self._on_value is not None and self._in_value else -1
@@ -113,7 +114,8 @@ class JsonReader:
         return not self.is_bad
 
     def _take_next(self, text: str, index: int) -> int:
-        """Takes the next character, or some; returns how many (none where it ends a number, or is bad)."""
+        """Reads one or several characters and returns how many. It is 0 for the character after a number,
+        which is read by the next call. The result has no meaning if `is_bad` is set."""
         char, expect = text[index], self._expect
         if expect == "string":
             return self._take_string(text, index)

@@ -1,4 +1,4 @@
-"""TextMachine: a parser of text that arrives in pieces, whose outcome does not depend on the cuts."""
+"""TextMachine: a parser of text that arrives in pieces. Its outcome does not depend on where it is cut."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 from quire.frontend.chat.sink import AnswerSink
 
 MAX_HEADER = 1024
-"""Characters before a call's arguments at most: its name and what stands around it."""
+"""Longest text between a call's marker and its arguments, in characters: the name and what is around it."""
 
 
 class AnswerParser(Protocol):
-    """Takes an answer's text, gives its parts to a sink."""
+    """Parser of an answer's text; it puts the parts that it finds into a sink."""
 
     def feed(self, text: str) -> None:
         """Parses the next piece of the text."""
@@ -23,7 +23,7 @@ class AnswerParser(Protocol):
 
 
 class Markers:
-    """Strings to be found in a text whose end may be the beginning of one."""
+    """Strings to search for in a text that grows, so that it may end within one of them."""
 
     def __init__(self, *markers: str) -> None:
         self._pattern = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
@@ -31,17 +31,17 @@ class Markers:
         self._longest = max(map(len, markers)) - 1
 
     def find(self, text: str, start: int, most: int | None = None) -> re.Match[str] | None:
-        """The first of them in `text[start:]` that begins within `most` characters, if they are bounded."""
+        """Finds the first marker in `text[start:]`; with `most`, it must begin within so many characters."""
         end = len(text) if most is None else start + most + self._longest + 1
         found = self._pattern.search(text, start, end)
         return None if found is None or (most is not None and found.start() - start > most) else found
 
     def is_late(self, text: str, start: int, most: int) -> bool:
-        """Whether what `find` did not find within `most` characters cannot come there any more."""
+        """Whether no further text can make `find` succeed within `most` characters, if it has not yet."""
         return len(text) - start > most + self._longest
 
     def held(self, text: str, start: int) -> int:
-        """How many of the last characters of `text[start:]` may yet become one."""
+        """Number of last characters of `text[start:]` that may be the beginning of a marker."""
         for size in range(min(self._longest, len(text) - start), 0, -1):
             if text[len(text) - size :] in self._beginnings:
                 return size
@@ -49,15 +49,15 @@ class Markers:
 
 
 class TextMachine:
-    """Base of the formats: a state is a method that takes something from the text, or says it needs more.
+    """Base of the formats. A state is a method that reads from the text; False: it needs more text.
 
-    What a state does must not depend on where the text ends now, except that it may wait: then the outcome is
-    the same however the text is cut.
+    A state may wait for more text, but must not otherwise depend on where the text ends now. So the outcome
+    is the same however the text is cut.
 
     Args:
         sink: gets what is found.
-        openers: marker to the state behind it, for content.
-        closers: markers that are no content, where they stand alone.
+        openers: for each marker that may follow content, the state that comes after it.
+        closers: markers that are left out of content if they are found in it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TextMachine:
         self.sink.text(self._rest())
 
     def _rest(self) -> str:
-        """Takes all there is."""
+        """Removes and returns all text that has not been read."""
         rest = self._text[self._at :]
         self._at = len(self._text)
         return rest
@@ -98,7 +98,7 @@ class TextMachine:
         return True
 
     def _content(self) -> bool:
-        """Content, up to a marker."""
+        """State that reads content up to a marker."""
         if self._markers is None:
             self.sink.text(self._rest())
             return False
@@ -116,7 +116,10 @@ class TextMachine:
         return True
 
     def _up_to(self, markers: Markers) -> tuple[str, re.Match[str] | None]:
-        """Takes the text before a marker, and gives both; None: it has not come, and its beginning stays."""
+        """Reads the text before a marker, which itself is not read; returns both.
+
+        Without a marker (None) a possible beginning of one stays unread at the text's end.
+        """
         found = markers.find(self._text, self._at)
         held = 0 if found is not None or self._is_last else markers.held(self._text, self._at)
         end = len(self._text) - held if found is None else found.start()
@@ -124,7 +127,7 @@ class TextMachine:
         return piece, found
 
     def _skip(self, characters: str = " \t\r\n") -> bool:
-        """Passes over characters; whether there is another one."""
+        """Skips these characters; returns whether the text has another one after them."""
         text, at = self._text, self._at
         while at < len(text) and text[at] in characters:
             at += 1
@@ -132,7 +135,7 @@ class TextMachine:
         return at < len(text)
 
     def _may_begin(self, marker: str) -> bool | None:
-        """Whether the text goes on with a marker, which is taken then; None: that is not known yet."""
+        """Whether the text goes on with a marker, which is then read; None: that is not known yet."""
         rest = self._text[self._at : self._at + len(marker)]
         if rest == marker:
             self._at += len(marker)
@@ -140,16 +143,21 @@ class TextMachine:
         return None if marker.startswith(rest) and not self._is_last else False
 
     def _until(self, markers: Markers, behind: int = 0) -> re.Match[str] | None:
-        """A marker within MAX_HEADER characters, from `behind` on or from here; None: it has not come, see
-        `_is_hopeless`."""
+        """Finds a marker within MAX_HEADER characters of index `behind` (0: of the next unread character).
+
+        None: there is none so far; `_is_hopeless` says whether one can still come.
+        """
         return markers.find(self._text, behind or self._at, MAX_HEADER)
 
     def _is_hopeless(self, markers: Markers, behind: int = 0) -> bool:
-        """Whether what `_until` did not find cannot come any more."""
+        """Whether a marker that `_until` has not found cannot come any more."""
         return self._is_last or markers.is_late(self._text, behind or self._at, MAX_HEADER)
 
     def _give_up(self, raw: str = "") -> bool:
-        """It is no call: its marker and `raw` are content, and so is what follows."""
+        """Ends a text that turned out to be no call: its marker and `raw` become content.
+
+        The text after it is read as content again.
+        """
         self.sink.raw(self._opened + raw)
         self._opened = ""
         return self._go(self._content)

@@ -1,4 +1,4 @@
-"""AnswerSink: where the parsers of an answer put what they find."""
+"""AnswerSink: collects what the parsers of an answer find."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class ToolCallDelta:
 
 
 class AnswerSink:
-    """Content, reasoning and calls of one answer, since they were last taken.
+    """Content, reasoning and calls of one answer that were not popped yet.
 
-    White space between reasoning, content and calls belongs to none of them: it is left out behind reasoning
-    and calls, and before a call that comes first.
+    White space between reasoning, content and calls is left out: after reasoning and calls, and before a call
+    that comes first.
 
     A call is complete after `end_call`. If its text turns out to be invalid before that, the pieces already
     sent cannot be taken back, so `has_all_calls` stays false.
 
     Args:
-        names: of the tools; a call of another is none.
-        hidden: markers that are special tokens and must not be seen in content.
-        max_calls: further ones are left out, with all that follows.
-        short_ids: whether ids of calls are 9 letters and digits, as Mistral's templates want them.
+        names: names of the request's tools; parsers treat a call of another tool as content.
+        hidden: markers that are special tokens and must not appear in content.
+        max_calls: number of calls after which everything is left out; None: no limit.
+        short_ids: whether ids of calls are 9 letters and digits, as Mistral's templates require.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class AnswerSink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether there are as many calls as there may be: all else is left out."""
+        """Whether `max_calls` calls are complete, so that everything else is left out."""
         return self.max_calls is not None and self._num_ended >= self.max_calls
 
     @property
@@ -106,7 +106,7 @@ class AnswerSink:
         self._content.append(piece)
 
     def raw(self, piece: str) -> None:
-        """Adds text as content that looked like a call but is none. It may hold markers."""
+        """Adds text that looked like a call but is none as content, without the markers in `hidden`."""
         for marker in self.hidden:
             piece = piece.replace(marker, "")
         self.text(piece)
@@ -117,7 +117,7 @@ class AnswerSink:
             self._reasoning.append(piece)
 
     def edge(self) -> None:
-        """Marks a boundary: white space that follows is not content."""
+        """Marks a boundary of content. Drops white space after it, and before it if the answer begins so."""
         self._at_edge, self._drops_space = True, True
         self._space.clear()
 
@@ -145,7 +145,7 @@ class AnswerSink:
             self._num_ended += 1
 
     def finish(self) -> None:
-        """No more will come: white space that no content followed is content where there is nothing else."""
+        """Ends the answer. White space at its beginning becomes content if nothing else followed it."""
         if self._space and not self._drops_space:
             self._content.append("".join(self._space))
             self._space.clear()

@@ -1,4 +1,4 @@
-"""ThinkSplitter: what stands between a model's thinking tags is reasoning."""
+"""ThinkSplitter: separates the reasoning between a model's thinking tags from the rest of an answer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from quire.frontend.chat.sink import AnswerSink
 
 
 class ThinkSplitter(TextMachine):
-    """Reasoning at the beginning of an answer; all behind it goes to another parser.
+    """Parser of the reasoning at the beginning of an answer; another parser gets all text after it.
 
-    The opening tag may be the end of the prompt, or come first in the answer; later it is content. The line
-    feeds behind a tag belong to no part.
+    The opening tag may be the end of the prompt, or come first in the answer. Later it goes to the other
+    parser. Line feeds after the opening tag and white space after the closing one are left out.
 
     Args:
         sink: gets the reasoning.

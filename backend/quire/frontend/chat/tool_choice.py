@@ -1,7 +1,7 @@
 """Grammars of answers to chat messages: calls that are required or have begun, and response formats.
 
-They are structural tags (`StructuredOutput.structural_tag`): a model's own markers stand around JSON of the
-tools' schemas. Reasoning comes before them, where the model's answers begin with it.
+They are structural tags (`StructuredOutput.structural_tag`): JSON that follows the tools' schemas between the
+model's own markers. Reasoning comes before them, if the model's answers begin with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Format = dict[str, Any]
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a call is written, with NAME in the place of its tool's."""
+    """How a model writes a call; NAME stands for the tool's name in `begin`."""
 
     begin: str
     end: str
@@ -26,13 +26,13 @@ class CallForm:
     """Text before the first call."""
     between: str = ""
     behind: str = ""
-    """Text behind the last call."""
+    """Text after the last call."""
     trigger: str = ""
     """Text that stands only at the beginning of a call, even in free text; empty: there is no such text."""
     is_single: bool = False
     """Whether the answer ends with the call."""
     arguments: Callable[[Mapping[str, Any]], Format] | None = None
-    """Makes the format of arguments of their schema, where they are not written as JSON."""
+    """Makes the format of arguments from their schema; None: they are JSON."""
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Format:
         """Returns the format of one call to the tool `name`."""
@@ -54,7 +54,7 @@ class CallForm:
         return sequence(text(self.before), calls, text(self.behind))
 
     def begun(self, tools: Mapping[str, Mapping[str, Any]]) -> Format:
-        """Free text, in which what begins as a call is one, of these tools."""
+        """Returns the format of free text in which the trigger always begins a valid call of these tools."""
         return {
             "type": "triggered_tags",
             "triggers": [self.trigger],
@@ -79,7 +79,7 @@ def either(*parts: Format) -> Format:
 
 
 def maybe_thought(open_tag: str, close_tag: str, behind: str = "") -> Format:
-    """Returns the format of optional reasoning between its tags."""
+    """Returns the format of optional reasoning between its tags; the text `behind` follows it."""
     thought = {"type": "tag", "begin": open_tag, "content": {"type": "any_text"}, "end": close_tag}
     return either(text(""), sequence(thought, text(behind)))
 
@@ -98,12 +98,12 @@ def format_of(structured: StructuredOutput) -> Format | None:
 
 
 def structural_tag(form: Format, after: str = "") -> StructuredOutput:
-    """Returns the structured output that makes an answer follow a format."""
+    """Returns the grammar of a format. With `after` it begins once that text has been generated."""
     return StructuredOutput(structural_tag=json.dumps({"format": form}, separators=(",", ":")), after=after)
 
 
 def glm_arguments(schema: Mapping[str, Any]) -> Format:
-    """Arguments of GLM's calls: the required ones and any of the others, in their order."""
+    """Returns the format of GLM's arguments: all required ones and any others, in the schema's order."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         return text("")
@@ -129,10 +129,11 @@ def _glm_value(kind: Any) -> Format:
 
 
 def call_form(tool_format: str, template: str) -> CallForm:
-    """How a model of this template writes calls.
+    """Returns how a model writes calls.
 
     Args:
-        tool_format: name of its tool format.
+        tool_format: name of the model's tool format, of TOOL_FORMATS.
+        template: the model's chat template.
     """
     match tool_format:
         case "hermes":

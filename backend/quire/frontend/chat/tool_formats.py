@@ -1,6 +1,6 @@
-"""How models write calls of tools: one machine for each format.
+"""Parsers of tool calls: one machine for each format in which models write them.
 
-What is no call, or one of a tool that the request does not have, is content.
+Text that is no call, or a call of a tool that the request does not have, is content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from quire.frontend.chat.sink import AnswerSink
 
 
 class ObjectMachine(TextMachine):
-    """Base of formats in which a call is an object with its name; `_behind` comes after one."""
+    """Base of formats in which a call is a JSON object with the tool's name.
+
+    Subclasses implement `_behind`, the state after a call.
+    """
 
     _needs_arguments = False
     _call: CallReader
@@ -55,8 +58,8 @@ class Hermes(ObjectMachine):
 
 
 class Llama(ObjectMachine):
-    """`{"name": ..., "parameters": {...}}` at the beginning, behind `<|python_tag|>` or not; several with
-    `;` between them: Llama 3."""
+    """Calls of Llama 3: `{"name": ..., "parameters": {...}}` at the beginning of an answer or directly after
+    `<|python_tag|>`, further ones after `;` or `,`."""
 
     def __init__(self, sink: AnswerSink, tools: Mapping[str, Any]) -> None:
         super().__init__(sink, {"<|python_tag|>": self._tagged})
@@ -84,8 +87,10 @@ class Llama(ObjectMachine):
 
 
 class Mistral(ObjectMachine):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and of newer models
-    `[TOOL_CALLS]name[ARGS]{...}`, once for each call, `[CALL_ID]id` before `[ARGS]` or not."""
+    """Calls of Mistral's models: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`.
+
+    Newer models write `[TOOL_CALLS]name[ARGS]{...}` for each call, some with `[CALL_ID]id` before `[ARGS]`.
+    """
 
     _HEAD = Markers("[ARGS]", "[CALL_ID]", "{")
     _ARGUMENTS = Markers("[ARGS]", "{")
@@ -186,8 +191,8 @@ class Glm(TextMachine):
     """`<tool_call>name`, then for each argument a line `<arg_key>k</arg_key>` and one
     `<arg_value>v</arg_value>`, and `</tool_call>`: GLM 4.5.
 
-    Values are JSON, but for strings: an argument that its tool's schema calls a string is one, and so is what
-    is no JSON.
+    Values are JSON, except strings, which are bare text. A value is a string if the tool's schema says so or
+    if it is no valid JSON.
     """
 
     _NAME_END = Markers("\n", "<arg_key>", "</tool_call>")
@@ -279,7 +284,7 @@ class Glm(TextMachine):
         return self._go(self._next)
 
     def _piece(self) -> tuple[str, bool]:
-        """Text of a value, and whether it ends there."""
+        """Returns the next text of a value, and whether the value ends with it."""
         piece, found = self._up_to(self._VALUE_END)
         if found is not None:
             self._at = found.end()
@@ -294,10 +299,11 @@ class Plain(TextMachine):
 
 
 class Harmony(TextMachine):
-    """Messages of channels, `<|channel|>name to=recipient<|message|>text` and a marker for the end: gpt-oss.
+    """Messages of gpt-oss: `<|channel|>name to=recipient<|message|>text` and an end marker.
 
-    Channel analysis is reasoning; what goes `to=functions.name` is a call; all else is content. The beginning
-    of the first message, `<|start|>assistant`, is in the prompt.
+    A message to `functions.name` is a call if the request has this tool, else one of channel analysis is
+    reasoning, and all others are content. The prompt has the beginning of the first message,
+    `<|start|>assistant`.
 
     Args:
         keeps_reasoning: whether reasoning is separated from content; if not, it counts as content.
@@ -319,10 +325,10 @@ class Harmony(TextMachine):
         self._arguments: ArgumentsReader | None = None
         self._state = self._first
         self.is_reasoning = False
-        """Whether the message that is open is reasoning."""
+        """Whether the present message is reasoning."""
 
     def _first(self) -> bool:
-        """The rest of the first message's header: it may name a recipient before the channel."""
+        """State at the answer's beginning, where a recipient may come before the channel."""
         if not self._skip():
             return False
         begins = self._may_begin("to=")

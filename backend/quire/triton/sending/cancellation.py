@@ -19,9 +19,10 @@ logger = logging.getLogger("quire")
 CANCEL_POLL_S = 0.1
 """Shortest time between two polls of a request, in seconds."""
 MAX_POLL_S = 0.25
-"""Longest time between two polls of a request whose steps are long."""
+"""Limit in seconds up to which long steps extend the time between two polls of a request."""
 MAX_POLL_SHARE = 0.02
-"""Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
+"""Share of the thread's time that cancellation polls may use. With many requests the period grows to keep
+it."""
 
 
 class CancellationPolls:
@@ -36,7 +37,7 @@ class CancellationPolls:
     def __init__(self, requests: OpenRequests, ends: Ends, engine: EngineClient) -> None:
         self._requests, self._ends, self._engine = requests, ends, engine
         self._queue: list[tuple[float, str, RequestHandle]] = []
-        """A heap by the time of the next poll."""
+        """Heap of open requests by the time of the next poll."""
         self._poll_cost = 1e-4
 
     @property
@@ -49,9 +50,12 @@ class CancellationPolls:
         self._push(handle, now + CANCEL_POLL_S)
 
     def run(self) -> list[RequestHandle]:
-        """Polls the requests that are due, the longest due first. Returns those not cancelled.
+        """Polls up to SENDS_PER_PASS of the requests that are due, the longest due first.
 
-        A request is polled at most once per engine step: blocks are freed only between steps.
+        A request whose steps are long is polled about once a step, as blocks are freed only between steps.
+
+        Returns:
+            The polled requests that are not cancelled.
         """
         if not self._queue:
             return []

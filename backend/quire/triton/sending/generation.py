@@ -26,7 +26,8 @@ class Generation:
     recording: Recording | None = None
     """Records the engines' outputs for the result cache; None if they are not kept."""
     num_deaths: int = 0
-    """Engines that died and had it, since it last was no suspect (`core/probation.py`)."""
+    """Deaths of its engines since the latest at which it was no suspect, that one included
+    (`core/probation.py`)."""
     num_crashes_alone: int = 0
     """Deaths among `num_deaths`, in a row up to the latest, at which the engine computed nothing else."""
 

@@ -16,11 +16,12 @@ SENDS_PER_PASS = 16
 SEND_SHARE = 0.6
 """Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
 CPU_SHARE = 0.03
-"""Share of the cores that compute which the path of responses may take, beside cores left idle."""
+"""Share of the computing cores that sending responses may use, in addition to the idle cores."""
 PATH_FACTOR = 3.0
-"""CPU time of the whole path (server, stub, a client on the machine) for each second of this thread's."""
+"""CPU seconds of a response's whole path (server, stub, a client on the machine) for each CPU second of the
+sending thread."""
 MAX_INTERVAL_S = 0.25
-"""Longest pause of a stream that has something to send."""
+"""Longest time that a stream with something to send must wait, in seconds."""
 MAX_PERIOD_S = 0.1
 """Cap on a measured time between two steps, in seconds."""
 _MEMORY = 0.98

@@ -1,4 +1,4 @@
-"""Replays: requests that are answered from the result cache."""
+"""Replays: requests that are answered without an engine, mostly from the result cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.triton.sending.pacing import SENDS_PER_PASS
 
 
 class Replays:
-    """Replays the outputs of cached results, one response at a time, as if an engine computed them.
+    """Replays results as outputs of an engine, one output at a time.
 
     Args:
         requests: the open requests; a replay stops when its request has ended.
@@ -34,7 +34,7 @@ class Replays:
         self._replays.append(replayed(results, request_ids, handle.parsed))
 
     def outputs(self) -> Iterator[tuple[Generation, EngineCoreOutput]]:
-        """Yields the next output of each request, of SENDS_PER_PASS requests at most."""
+        """Yields the next output of each replay, for SENDS_PER_PASS of them at most."""
         for _ in range(min(len(self._replays), SENDS_PER_PASS)):
             replay = self._replays.popleft()
             output = next(replay, None)

@@ -1,8 +1,8 @@
 """SendQueue: the choices that have something to send, and the time at which each is due.
 
-One `send` is a round trip to the server (about 150 us), so deltas are merged where there are many: the first
-token and the end go out at once, anything else when its stream is due (`Pace`, or what the request or the
-model states as `stream_interval`).
+One `send` is a round trip to the server (about 150 us), so deltas are merged where there are many. A stream's
+first token and each choice's end are sent at once. Other tokens of a stream wait until the stream is due, by
+`Pace` or by the `stream_interval` or `stream_interval_ms` of the request or the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.triton.request_handle import RequestHandle
 from quire.triton.sending.pacing import Pace
 
 URGENT = 0.0
-"""When a first token or an end is due: before all else."""
+"""Due time of a stream's first token and of an end: before all others."""
 
 
 class SendQueue:
@@ -33,13 +33,13 @@ class SendQueue:
         self.marked = self._due.keys()
         """View of the choices that are marked."""
         self._next_due = math.inf
-        """No choice is due before it."""
+        """Time before which no choice is due."""
         self._last_look = 0.0
         """Time of the last call of `is_due`."""
 
     @property
     def next_event(self) -> float:
-        """Time at which `is_due` must be called next; infinity until a choice is marked."""
+        """Time at which `is_due` must be called next; infinity if no choice is due by time."""
         # What is due while no step ends may come with the next one's tokens.
         return self._next_due + (self.pace.period_s if self._next_due > self._last_look else 0.0)
 

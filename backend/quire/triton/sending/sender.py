@@ -39,7 +39,7 @@ class Sender:
         self._meter, self._results = meter, results
 
     def send_due(self) -> None:
-        """Sends up to SENDS_PER_PASS responses: first tokens and ends, then what has been due for longest."""
+        """Sends up to SENDS_PER_PASS responses: first tokens and ends, then the choices longest due."""
         now = time.monotonic()
         if not self._queue.is_due(now):
             return
@@ -67,7 +67,7 @@ class Sender:
             self._queue.pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
 
     def _send_made(self, made: dict[RequestHandle, tuple[OutputProcessor, RequestOutput, Response]]) -> int:
-        """Sends the responses in `made` and empties it. Returns the number of responses.
+        """Sends the responses in `made` and empties it. Returns their number.
 
         All are made before any is sent: a send waits for the server, and meanwhile an engine on the same
         cores evicts this code from the CPU caches.
