@@ -22,7 +22,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A click group that lists its commands and their one-line help texts without importing them."""
+    """A click group that lists the commands in `_COMMANDS` and their help texts without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_COMMANDS})

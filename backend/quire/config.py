@@ -1,4 +1,4 @@
-"""EngineConfig: everything an engine is told, as frozen dataclasses with one documented field per key.
+"""EngineConfig: the configuration of an engine and its frontends, as frozen dataclasses with a field per key.
 
 The keys of `1/quire.json` (and the same keys as `config.pbtxt` parameters) are the field names below, flat.
 Unknown keys are refused by name: a typo must not silently become a default.
@@ -28,7 +28,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_bytes(value: Any) -> Any:
-    """Bytes from text such as "512MiB", "2GB"; what is not such text is returned as it is."""
+    """Returns the number of bytes that a text such as "512MiB" or "2GB" states; other values unchanged."""
     match = _SIZE.match(value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -37,7 +37,7 @@ def parse_bytes(value: Any) -> Any:
 
 
 MAX_INTERVAL_MS = 60_000
-"""Longest time between two responses of a stream that a request or a model may ask for."""
+"""Largest `stream_interval_ms` that a request or a model may state, in milliseconds."""
 
 # Token positions and block ids are int32 in the kernels.
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -50,65 +50,67 @@ _Milliseconds = Annotated[int, Meta(ge=0, le=10**12)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The checkpoint, and the device and precision it is computed with."""
+    """The checkpoint, and how it is computed: device, precision, quantisation, whose code, ranks."""
 
     model: str = ""
     """Directory of a Hugging Face checkpoint, or a .gguf file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Computation and KV type; auto: the checkpoint's own, bfloat16 with a GGUF file of quantised weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where a CUDA device is visible."""
+    """auto: cuda if a CUDA device is visible, else cpu."""
     max_model_len: _Tokens | None = None
     """Longest prompt plus output in tokens; None: what config.json allows."""
     quantization: Literal["int8", "int4", "w8a8", "w4a8", "fp8", "dequantized"] | None = None
-    """Weights at load: int8 (one scale per output feature) or int4 (one for 32 input features), with
-    activations of `dtype`; w8a8: weights as int8, and the inputs of linear layers quantised as they come, one
-    scale for 64 of a row, for products in integers; w4a8: the same with weights of four bits, as int4 has
-    them, one scale for 32 of a row, and the output head of w8a8; fp8: weights in e4m3, one scale per output
-    feature, and on GPUs from compute capability 9.0 on the inputs too, one scale per row, but not those of
-    the output head (on the CPU weights are widened at load: its accuracy, not its size, as of w4a8 on a GPU,
-    where w8a8 is int8); dequantized: numbers of `dtype`, whatever the checkpoint has; None: as they are,
-    quantised ones too. The KV cache is not concerned."""
+    """How the weights are quantised at load. int8: one scale per output feature. int4: one scale for 32 input
+    features, and the output head as int8. w8a8: int8 weights, and the inputs of linear layers quantised at
+    run time, with one scale for 64 numbers of a row, for products of integers. w4a8: weights of four bits as
+    in int4, inputs with one scale for 32 numbers of a row, and the output head as w8a8. fp8: weights in e4m3
+    with one scale per output feature; on GPUs from compute capability 9.0 on the inputs too, with one scale
+    per row, but not those of the output head. dequantized: numbers of `dtype`, whatever the checkpoint has.
+    None: as the checkpoint has them, quantised or not. With fp8 on the CPU and w4a8 on a GPU, weights are
+    widened at load: their accuracy is that of the type, their size is not; w8a8 on a GPU is int8. The KV
+    cache is not affected."""
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
-    """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
-    that the directory must hold, for measurements; auto: safetensors or gguf."""
+    """auto: safetensors or gguf; bin: pickles, read with weights_only; dummy: random weights of the shapes in
+    config.json, for measurements (the directory needs no other file)."""
     packed_weights_size: _Bytes = 8 * 1024**3
-    """Most bytes below QUIRE_CACHE_DIR of weights as CPU kernels compute with them, for the next start. Those
-    that take longer to read than to pack are not kept. 0: none are."""
+    """Most bytes of packed weights, in the CPU kernels' form, that are kept below QUIRE_CACHE_DIR for the
+    next start. A model's are kept if packing took longer than reading, and a second. 0: none are."""
     num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use, by affinity and by
-    the quota of its control group."""
+    """CPU threads of the engine; None: OMP_NUM_THREADS, else one for each core that affinity and the control
+    group's quota allow."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
+    """Seed of requests that state none. It is combined with a counter, so such requests differ."""
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
     draft_model: str = ""
-    """Directory or .gguf file of a smaller checkpoint with the same vocabulary, which guesses what
-    `num_draft_tokens` allows to be tried; empty: prompt lookup alone guesses."""
+    """Directory or .gguf file of a smaller checkpoint with the same vocabulary, which proposes draft tokens
+    (see `num_draft_tokens`); empty: only prompt lookup proposes them."""
     attention_backend: str = "auto"
-    """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
-    reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do
-    what the model needs is refused at start, with the reason and what the others can."""
+    """Implementation of attention: auto (the fastest one that supports the model), cuda, flashinfer (if
+    installed), triton, reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx).
+    One that does not support the model is refused at start, with the reason and what the others support."""
     model_impl: Literal["auto", "quire", "transformers"] = "auto"
-    """Whose code computes the model: quire, which has families of its own; transformers, with our attention
-    over the KV cache, but without LoRA adapters, quantisation, ranks and CUDA graphs; auto: quire where it
-    has the family."""
+    """Whose code computes the model. quire: our code for the model's family. transformers: its code with our
+    attention over the KV cache, without LoRA adapters, quantisation, ranks and CUDA graphs. auto: quire if it
+    has the family, else transformers."""
     model_class: str = ""
     """Code that computes the model, a `quire.models.interface.Model`: "file.py:Class", in the model's version
-    directory, or "package.module:Class"; empty: `model_impl` decides. What is not named is not imported."""
+    directory, or "package.module:Class"; empty: `model_impl` decides. No other code is imported."""
     logits_processors: dict[str, str] = field(default_factory=dict)
-    """Code that requests may name to change their logits: name to "file.py:Class", in the model's version
-    directory, or "package.module:Class". What is not listed is not imported."""
+    """Logits processors that requests may name: name to "file.py:Class", in the model's version directory, or
+    "package.module:Class". No other code is imported."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes (ranks) that compute the model together, each its part of every layer: on GPUs one on each,
-    else with its share of the cores. It must divide the numbers of heads and of inner features."""
+    """Number of processes (ranks) that compute the model together, each a part of every layer. On GPUs each
+    has a GPU, else a share of the cores. It must divide the numbers of heads and of inner features."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Size of the paged KV cache: `num_blocks`, else `kv_cache_memory`, else a fraction of the memory."""
+    """The paged KV cache, its tiers, and the result cache. The KV cache's size is `num_blocks`, else
+    `kv_cache_memory`, else a fraction of the memory."""
 
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
     """Tokens per block. With layers that keep states the default is replaced by the multiple of 64 with
@@ -116,7 +118,7 @@ class CacheConfig:
     num_blocks: _Tokens | None = None
     """Blocks in the pool."""
     kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None
-    """Bytes of the pool, of each rank's part of it where there are several."""
+    """Bytes of the pool; with several ranks, of each rank's part of it."""
     gpu_memory_utilization: _Share = 0.9
     """Fraction of the device's memory for weights, workspace and the pool together; on cuda only."""
     enable_prefix_caching: bool = True
@@ -126,14 +128,14 @@ class CacheConfig:
     cpu. It is never larger than `max_num_seqs` sequences of `max_model_len` need. Unset: 2 GiB, or one such
     sequence where that is more, but at most a quarter of the free memory."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """auto: the computation's type, which is all that latent attention can have; int8, fp8 (e4m3): with one
-    scale per token and head."""
+    """Type of keys and values. auto: the computation's type, the only one for latent attention; int8, fp8
+    (e4m3): with one scale per token and head."""
     cache_ttl_s: _Seconds = 0.0
     """Seconds after which unused cached blocks are forgotten; 0: never."""
     max_pinned_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """Most of the pool that pinned prefixes and sessions may hold; 0: nothing is pinned."""
+    """Largest fraction of the pool for pinned prefixes and sessions; 0: nothing is pinned."""
     session_ttl_s: _Seconds = 300.0
-    """How long the blocks of a conversation are pinned after its last turn."""
+    """Seconds for which the blocks of a conversation are pinned after its last turn."""
     host_cache_memory: _Bytes = 0
     """Bytes of the host-memory tier, for evicted prefixes and swapped requests; 0: none."""
     disk_cache_directory: str = ""
@@ -143,15 +145,15 @@ class CacheConfig:
     kv_connector: str = ""
     """Further tier as "module:Class", a `quire.kv_tiers.KVConnector`; empty: none."""
     kv_connector_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for it."""
+    """Keyword arguments for the class that `kv_connector` names."""
     result_cache_memory: _Bytes = 0
-    """Bytes per frontend for the results of deterministic requests, which are replayed when they come again;
-    0: none."""
+    """Bytes of memory in each frontend for results of deterministic requests, with which the same requests
+    are answered again; 0: none."""
     result_cache_ttl_s: _Seconds = 3600.0
     """Seconds after which a result is forgotten; 0: never."""
     result_cache_url: str = ""
-    """Redis or Valkey that keeps results too, for all servers of the same weights (redis://host:6379/0);
-    empty: none."""
+    """URL of a Redis or Valkey that keeps results too, for all servers of the same weights
+    (redis://host:6379/0); empty: none."""
     kv_events_endpoint: str = ""
     """ZeroMQ address where KV events are published (tcp://127.0.0.1:5557); empty: none."""
     kv_events_replay_endpoint: str = ""
@@ -167,11 +169,11 @@ class TenantLimits:
     weight: Annotated[float, Meta(gt=0, le=10**9)] = 1.0
     """Share under queue_policy=fair."""
     tokens_per_minute: Annotated[int, Meta(ge=1, le=2**62)] | None = None
-    """Input and output tokens; as many at once, refilled continuously."""
+    """Input and output tokens per minute. So many may be used at once; they are refilled continuously."""
     max_running: _Count | None = None
-    """Requests that may run at a time; more wait."""
+    """Requests that may run at a time; further ones wait."""
     max_waiting: _Count | None = None
-    """Requests that may wait; more are answered UNAVAILABLE."""
+    """Requests that may wait; further ones are answered UNAVAILABLE."""
 
     @property
     def needs_account(self) -> bool:
@@ -197,24 +199,31 @@ class SchedulerConfig:
     for measurements)."""
     batch_policy: Literal["mixed", "prefill_first", "decode_first"] = "mixed"
     """mixed: decodes and prompt chunks share a step; prefill_first: prompts have steps of their own, which go
-    first; decode_first: prompts are computed when nothing decodes, or when the knobs below say so."""
+    first; decode_first: prompts are computed when nothing decodes, or when `schedule_interval` or
+    `waiting_running_ratio` lets waiting requests join."""
     schedule_interval: _Count = 1
-    """Waiting requests join every n steps (or when nothing runs)."""
+    """Waiting requests join every n steps, or when nothing runs; 1: in each step, unless
+    `waiting_running_ratio` is set."""
     waiting_running_ratio: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
-    """Waiting requests join also when there are more than this many per running one; 0: no such rule."""
+    """Waiting requests join when there are more than this many per running request, or as a
+    `schedule_interval` above 1 says, or when nothing runs; 0: no such rule."""
     queue_policy: Literal["fcfs", "priority", "longest_prefix", "shortest_first", "fair"] = "fcfs"
     """Order of the queue: fcfs, priority, longest_prefix, shortest_first or fair (over tenants)."""
     ageing_s: _Seconds = 10.0
-    """Waiting that is worth one class of priority, or 1000 tokens of shortness; 0: no ageing."""
+    """Seconds of waiting that count as much as one class in priority, or as 1000 tokens in shortest_first. In
+    longest_prefix, seconds after which a request goes before those that have waited less. 0: waiting does not
+    count."""
     kv_reservation: Literal["on_demand", "no_evict", "predicted"] = "on_demand"
-    """on_demand: blocks are taken as tokens come, with preemption; no_evict: a request is admitted when its
-    longest output fits; predicted: when the outputs expected of all requests fit."""
+    """Blocks that must be available before a waiting request is admitted. on_demand: none for its output,
+    whose blocks are allocated as tokens come, with preemption; no_evict: those of its longest output;
+    predicted: those of the outputs that are expected of all requests."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
-    """recompute, swap (to the host tier) or auto: what costs less by measured rates."""
+    """Treatment of a preempted request: recompute, swap (to the host tier), or auto, the one that costs less
+    by measured rates."""
     max_long_prefills: _Count | None = None
     """Most requests at a time with a prompt that needs more than one step; None: no limit."""
     tenants: dict[str, TenantLimits] = field(default_factory=dict)
-    """Limits by tenant; "*" stands for each one that is not named."""
+    """Limits by tenant; "*" stands for each tenant that is not named."""
     max_predicted_ttft_ms: _Milliseconds = 0
     """Requests that would wait longer for their first token are answered UNAVAILABLE at once; 0: no limit."""
     default_ttft_deadline_ms: _Milliseconds = 0
@@ -225,17 +234,16 @@ class SchedulerConfig:
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
     cuda. A request that ends then has one row more, whose result is dropped."""
     num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0
-    """Most tokens that a step tries of each request beyond its next one, as they followed the same tokens
-    before (prompt lookup) or `draft_model` says; fewer where that would not be faster. The output stays the
-    same. 0: none."""
+    """Most draft tokens of a request in a step (speculative decoding). They are proposed by prompt lookup, or
+    by `draft_model`. Fewer are tried if that is faster. The output stays the same. 0: none."""
     watchdog_s: Annotated[float, Meta(ge=0, le=10**6)] = 30.0
-    """How long the engine may be silent while it has work before it is killed and another takes its place;
-    each 1024 tokens of a step prolong it by as much. 0: for ever."""
+    """Seconds that the engine may be silent while it has work. Then it is killed and replaced by another one.
+    Each 1024 tokens of a step prolong the time by as much. 0: no limit."""
     trace_file: str = ""
     """File to which the engine writes one JSON line per step; empty: none."""
 
     def launches_ahead(self, device: str) -> bool:
-        """Whether the next step is launched before this one's tokens are known: `async_scheduling`, or where
+        """Whether the next step is launched before this one's tokens are known: `async_scheduling`, or if
         that is None, on all devices but the CPU."""
         return device != "cpu" if self.async_scheduling is None else self.async_scheduling
 
@@ -247,68 +255,73 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """LoRA adapters: directories as PEFT saves them, which requests name (`lora_name`)."""
+    """LoRA adapters: directories in PEFT's format; a request names its adapter by `lora_name`."""
 
     enable_lora: bool = False
-    """Whether requests may name adapters. False: nothing is kept ready for them."""
+    """Whether requests may name adapters. False: no memory is reserved for them."""
     max_loras: Annotated[int, Meta(ge=1, le=256)] = 4
-    """Slots for adapters among the model's weights: most different ones in a step."""
+    """Slots for adapters beside the model's weights: the most different adapters in a step."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Largest rank of an adapter, for which each slot has memory."""
     max_cpu_loras: _Count = 32
-    """Adapters whose weights are kept in host memory, `max_loras` at least; those of others are read again
-    from their directories when they are needed."""
+    """Number of adapters whose weights are kept in host memory, at least `max_loras`. Other weights are read
+    again from their directories when they are needed."""
     lora_modules: dict[str, str] = field(default_factory=dict)
     """Adapters that are loaded at the start: name to directory."""
     lora_root: str = ""
-    """Directory below which adapters may lie that a control command loads; empty: none can be loaded so."""
+    """Directory below which an adapter must be that a cache command loads; empty: commands load none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
-    """The part of the Triton side: models that differ in these keys alone share an engine."""
+    """Keys of the frontends in Triton. Models whose configurations differ only in these share an engine."""
 
     stream_interval: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """Tokens per streamed response after the first, for requests that state neither this nor the next. 0 in
-    both: one while few streams are open, more where responses would take the time that tokens need."""
+    """Tokens per streamed response after the first, for requests that state neither `stream_interval` nor
+    `stream_interval_ms`. 0 in both: one token while few streams are open, more if sending would slow down the
+    computing."""
     stream_interval_ms: Annotated[int, Meta(ge=0, le=MAX_INTERVAL_MS)] = 0
-    """Shortest time between two responses of a stream, unless `stream_interval` tokens came before."""
+    """Shortest time in milliseconds between two responses of a stream, unless `stream_interval` tokens came
+    before."""
     tool_parser: Literal["auto", "none", "harmony", "deepseek", "mistral", "glm", "hermes", "llama"] = "auto"
-    """How the model writes calls of tools; auto: as its chat template shows; none: they stay text."""
+    """Format in which the model writes tool calls; auto: as its chat template shows; none: calls stay in
+    text_output."""
     reasoning_parser: Literal["auto", "none", "harmony", "think", "magistral", "seed"] = "auto"
-    """How the model writes reasoning; auto: as its chat template shows; none: it stays in text_output."""
+    """Format in which the model writes reasoning; auto: as its chat template shows; none: it stays in
+    text_output."""
     startup_timeout_s: Annotated[float, Meta(gt=0, le=10**9)] = 600.0
-    """How long a frontend waits for the engine to be ready."""
+    """Seconds that a frontend waits for the engine to be ready."""
     max_pause_s: Annotated[float, Meta(ge=0, le=10**9)] = 300.0
-    """How long requests wait for another engine when theirs has died, to go on in it, before they end with
-    UNAVAILABLE; 0: they end at once."""
+    """Seconds that requests wait for another engine when theirs has died, to go on in it, before they end
+    with UNAVAILABLE; 0: they end at once."""
     drain_s: Annotated[float, Meta(ge=0, le=10**9)] = 20.0
-    """How long requests may go on when their model is unloaded: then they end with finish reason shutdown and
-    UNAVAILABLE."""
+    """Seconds that requests may go on when their model is being unloaded. Then they end with finish reason
+    shutdown and UNAVAILABLE."""
     max_prompt_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16 * 1024 * 1024
-    """Longest text_input or messages in bytes; texts that cannot fit `max_model_len` are refused below it.
-    The texts of all requests that wait to be tokenized may have four times as many; more are answered
-    UNAVAILABLE."""
+    """Longest text_input or messages in bytes. Shorter texts are refused too if they cannot fit
+    `max_model_len`. The texts of all requests that wait to be tokenized may have four times as many bytes;
+    further requests are answered UNAVAILABLE."""
     max_embeds_bytes: _Bytes = 2 * 1024**3
-    """Most memory for the image embeddings of all requests of one frontend, on host and device together; more
-    are answered UNAVAILABLE."""
+    """Most memory for the embeddings (of images or prompts) of all requests of one frontend, on host and
+    device together; further requests are answered UNAVAILABLE."""
     tenant_from_header_only: bool = False
     """Whether a request that names its `tenant` by other means than the forwarded header is refused: for
     gateways that authenticate clients and set the header of every request."""
     dialect: Literal["quire", "vllm", "tensorrt_llm"] = "quire"
-    """Whose habits count where a request leaves something open: vllm and tensorrt_llm begin the text of an
-    answer that is not streamed with the prompt, unless `exclude_input_in_output` is true. With vllm the
-    defaults are temperature 1 and 16 tokens, responses hold text alone and what a `return_*` asks for, and
-    `logprobs` and `finish_reason` have vllm_backend's form. The names of all are understood in any case."""
+    """The backend whose defaults are used for what a request does not state. vllm and tensorrt_llm begin the
+    text of an answer that is not streamed with the prompt, unless `exclude_input_in_output` is true. With
+    vllm the defaults are temperature 1 and 16 tokens, responses have text and the outputs that a `return_*`
+    input asks for, and `logprobs` and `finish_reason` have vllm_backend's form. The names of all backends'
+    inputs are understood in any case."""
     allow_sleep: bool = False
-    """Whether clients may put the engine to sleep, in which it answers nobody, and wake it."""
+    """Whether clients may put the engine to sleep, so that it refuses requests, and wake it."""
     allow_cache_control: bool = True
     """Whether clients may look into the cache and empty it (`cache_control`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All parts. Built by `from_mapping`, which checks every key."""
+    """The whole configuration. `from_mapping` builds it and checks every key."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -325,8 +338,8 @@ class EngineConfig:
                 numbers of bytes also such as "512MiB".
 
         Raises:
-            ConfigError: unknown keys (the nearest known one is suggested), wrong types, values out of range:
-                all of them at once.
+            ConfigError: unknown keys (the nearest known one is suggested), wrong types or values out of
+                range, all of them at once; or keys that contradict each other.
         """
         given = _convert_all("", _KINDS, values)
         config = cls(
@@ -347,18 +360,18 @@ class EngineConfig:
         return config
 
     def to_mapping(self) -> dict[str, Any]:
-        """Flat keys that differ from the defaults, as JSON has them; `from_mapping` of them gives this
-        configuration."""
+        """Returns the flat keys that differ from the defaults, as JSON values; `from_mapping` makes this
+        configuration of them again."""
         default = _flat(EngineConfig())
         return {key: value for key, value in _flat(self).items() if value != default[key]}
 
     @property
     def of_engine(self) -> EngineConfig:
-        """The part that an engine is made of; frontends of equal ones share it."""
+        """The configuration with default frontend keys. Frontends share an engine if theirs are equal."""
         return dataclasses.replace(self, frontend=FrontendConfig())
 
     def replace(self, **values: Any) -> EngineConfig:
-        """A copy with some flat keys changed."""
+        """Returns a copy with some flat keys changed; raises as `from_mapping`."""
         return EngineConfig.from_mapping({**self.to_mapping(), **values})
 
 
@@ -369,7 +382,7 @@ def _flat(config: EngineConfig) -> dict[str, Any]:
 
 @functools.cache
 def _kinds(part: type) -> dict[str, Any]:
-    """Annotation of every field."""
+    """Annotation of each field of a dataclass, by name."""
     return get_type_hints(part, include_extras=True)
 
 
@@ -378,7 +391,7 @@ _KINDS = {key: kind for part in _PARTS.values() for key, kind in _kinds(part).it
 
 
 def problems_by_key(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Problems of single keys of a configuration, by key; keys without any are left out."""
+    """Checks each key of a configuration by itself; returns the problems of those that have any, by key."""
     found = {}
     for key, value in values.items():
         try:
@@ -389,12 +402,12 @@ def problems_by_key(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def choices(key: str) -> tuple[Any, ...]:
-    """Values that a key with a list of them may have."""
+    """Values that a key may have whose annotation is a Literal."""
     return get_args(unless_none(_KINDS[key]))
 
 
 def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as the annotations of their keys want them; `where` precedes a key in complaints.
+    """Converts values to the types in their keys' annotations; `where` precedes a key in error messages.
 
     Raises:
         ConfigError: has a problem for each key that is wrong.
@@ -417,7 +430,7 @@ def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]
 
 
 def _convert(name: str, kind: Any, value: Any) -> Any:
-    """A value, or the text of one, as the annotation `kind` wants it."""
+    """Converts a value, or its text, to the type in the annotation `kind`; raises ConfigError."""
     if unless_none(kind) is not kind and (value is None or value == ""):
         return None
     kind = unless_none(kind)
@@ -445,7 +458,7 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
 
 
 def _described(kind: Any) -> str:
-    """Values that an annotation allows, in words."""
+    """Describes in words the values that an annotation allows."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     base, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
@@ -465,10 +478,10 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
-    """Reads a quire.json.
+    """Reads a JSON file such as quire.json. Keys that begin with // are comments and left out.
 
     Raises:
-        ConfigError: the file is not a JSON object; names the file.
+        ConfigError: the file cannot be read, or is not a JSON object; names the file.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Converters of request values, as text or in their own type, to validated ones. Errors name the field."""
+"""Converters of request values, in their own type or as text, to checked values. Errors name the field."""
 
 from __future__ import annotations
 

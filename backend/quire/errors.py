@@ -1,4 +1,4 @@
-"""Errors that callers may get, each with its Triton status code.
+"""Errors that are reported to callers, each with its Triton status code.
 
 `QuireError.code` is the name of a member of `pb_utils.TritonError` (and of a gRPC status), so the adapter
 needs no table of its own. A bug of ours raises an `AssertionError`, never one of these.
@@ -19,8 +19,7 @@ class QuireError(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """Describes an unexpected exception in one bounded line that has a UTF-8 form, whatever the exception
-    contains."""
+    """Describes an unexpected exception in one line of bounded length that can be written as UTF-8."""
     try:
         text = str(error)
     except Exception:  # RecursionError, for one
@@ -33,7 +32,7 @@ class InvalidArgumentError(QuireError):
     """The request itself is wrong. The message names `field` and the limit that it breaks.
 
     Args:
-        told: message in place of both, for clients that know the terms of another backend.
+        told: whole message, for clients that compare it with another backend's; None: field and `message`.
     """
 
     code = "INVALID_ARG"
@@ -45,7 +44,7 @@ class InvalidArgumentError(QuireError):
 
 
 class NotFoundError(QuireError):
-    """Nothing has the name that the request gives."""
+    """Nothing has the name that the request states."""
 
     code = "NOT_FOUND"
 

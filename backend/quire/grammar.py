@@ -56,7 +56,7 @@ class Vocabulary:
     Args:
         directory: the tokenizer's directory, whose tokenizer.json is read, or a .gguf file.
         vocab_size: number of the model's logits.
-        eos_token_ids: the model's; empty: the tokenizer's own is used.
+        eos_token_ids: ids of the tokens that end the model's sequences; empty: the tokenizer's own is used.
 
     Raises:
         InvalidArgumentError: there is no tokenizer.json, or llguidance cannot read it.

@@ -75,20 +75,20 @@ class LLM:
 
         Args:
             prompts: texts or lists of token ids.
-            params: one for all or one per prompt; None: the checkpoint's defaults with `sampling` over them.
-            embeds: per prompt, embeddings of images; the prompt must be token ids then.
+            params: one for all or one per prompt; None: the checkpoint's defaults, changed by `sampling`.
+            embeds: for each prompt, embeddings of images or None; with embeddings a prompt must be token ids.
             scheduling: priority, tenant, session ...; one for all or one per prompt.
-            chats: per prompt, how to read the answer where the prompt is of chat messages.
+            chats: for each prompt, the format of the answer if the prompt is made of chat messages, or None.
             adapters: names of LoRA adapters (`lora_modules`); one for all or one per prompt.
-            sampling: names of SamplingParams.
+            sampling: fields of SamplingParams by name; used only if `params` is None.
 
         Returns:
             One output per prompt. With n > 1 it is choice 0, and its `others` are choices 1 to n - 1; with
             best_of or beam_width choice 0 is the best.
 
         Raises:
-            InvalidArgumentError: a prompt or parameter is wrong; nothing has run then.
-            UnavailableError: the queue is full or a quota used up; nothing has run then.
+            InvalidArgumentError: a prompt or parameter is wrong, so that none of the prompts was run.
+            UnavailableError: the queue is full or a quota used up, so that none of the prompts was run.
             EngineError: the engine failed.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -158,8 +158,7 @@ class LLM:
     def embed(
         self, prompts: str | Sequence[str] | Sequence[list[int]], dimensions: int = 0
     ) -> npt.NDArray[np.float32]:
-        """Returns the embeddings of all prompts, computed together: [prompts, dimensions], as the checkpoint
-        pools them.
+        """Returns float32 [prompts, dimensions]: an embedding of each prompt, pooled as the checkpoint says.
 
         Args:
             prompts: texts or lists of token ids.
@@ -178,7 +177,12 @@ class LLM:
 
         Args:
             messages: a list, or an object with `tools` and more, as in `quire_ensemble.messages`.
-            sampling: names of SamplingParams.
+            sampling: fields of SamplingParams by name.
+
+        Raises:
+            EngineError: the checkpoint has no tokenizer, or the engine failed.
+            InputError: the messages are wrong.
+            InvalidArgumentError, UnavailableError: as `generate`.
         """
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so no chat template")
@@ -187,8 +191,10 @@ class LLM:
 
     @contextlib.contextmanager
     def profile(self, path: str | Path) -> Iterator[None]:
-        """Returns a context whose first MAX_PROFILE_STEPS steps are written to `path` as a Chrome trace, with
-        a `roofline` of each kind of step in its `otherData`."""
+        """Returns a context manager that writes a Chrome trace of the steps in it to `path`.
+
+        It has at most MAX_PROFILE_STEPS steps. `otherData` has a `roofline` of each kind of step.
+        """
         recorded = self.core.observer.begin_profile(Profile(MAX_PROFILE_STEPS, MAX_PROFILE_S))
         try:
             yield
@@ -202,7 +208,11 @@ class LLM:
         return Vocabulary(directory, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text, with special tokens added as the tokenizer is configured."""
+        """Returns the token ids of a text, with the special tokens that the tokenizer's configuration adds.
+
+        Raises:
+            EngineError: the checkpoint has no tokenizer.
+        """
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")
         return list(self.tokenizer.encode(text))

@@ -16,11 +16,13 @@ from quire.errors import ConfigError, describe
 
 
 def resolved(key: str, where: str, directory: Path) -> str:
-    """Returns a class name with the file's absolute path and a digest of its content, so that models share an
-    engine only if their code is equal.
+    """Adds the file's absolute path and a digest of its content to a class name "file.py:Class".
+
+    So models share an engine only if their code is equal. Other names are returned as they are.
 
     Args:
         key: the configuration key, for error messages.
+        where: the class name.
         directory: directory that must contain the file; relative paths start there.
 
     Raises:

@@ -22,8 +22,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Bytes that a model reads and operations that it computes. Weights count once per step, with their bytes
-    in memory. Activations, rows of the embedding table and everything that is written do not count."""
+    """Bytes that a model reads and operations that it computes.
+
+    Weights count once per step, with their bytes in memory. Activations, rows of the embedding table and
+    everything that is written do not count.
+    """
 
     layer_bytes: int
     """Bytes of the weights of all layers; of a layer's experts, only as many count as one token uses."""

@@ -226,8 +226,11 @@ class _Config:
     def scale_of(
         self, sides: Mapping[str, NamedTensor], target: AdapterTarget, max_rank: int
     ) -> tuple[int, float]:
-        """Returns (rank, scaling) of one layer's adapter; raises CheckpointError if a matrix has the wrong
-        shape or type."""
+        """Returns (rank, scaling) of one layer's adapter.
+
+        Raises:
+            CheckpointError: a matrix is missing or has the wrong shape or type, or the rank is too large.
+        """
         for side in "AB":
             if side not in sides:
                 raise CheckpointError(f"{self.file.parent}: {target.name} lacks its lora_{side}")

@@ -289,8 +289,8 @@ class _Packing:
 
 
 def fill_randomly(model: Model) -> None:
-    """Fills weights with seeded random numbers of realistic size: norms are 1, and matrices keep the size of
-    their input."""
+    """Fills matrices with seeded random numbers, so that products are as large as their inputs, and vectors
+    with 1."""
     weights = [weight for _, weight, _ in model.weights()]
     generator = torch.Generator(weights[0].device).manual_seed(0)
     with torch.no_grad():
@@ -317,7 +317,8 @@ def fill_weights(
             reference to that memory.
 
     Raises:
-        CheckpointError: a shape differs, tensors are missing, or the model has no place for a tensor.
+        CheckpointError: a tensor cannot be read, is there twice, or has a wrong shape or type; tensors are
+            missing; the model has no place for one; or a tied output head differs from the embedding.
     """
     with torch.no_grad():
         for name, memory in _filled(model, tensors, source):
@@ -404,8 +405,10 @@ def _whole_shape(weight: Weight) -> list[int]:
 
 
 def _part_of(stored: NamedTensor, weight: Weight) -> NamedTensor:
-    """Returns this rank's part of a stored tensor. If it is divided along its first dimension, only that part
-    is read."""
+    """Returns this rank's part of a stored tensor.
+
+    Only the part is read if the tensor is divided along its first dimension and is used as it is stored.
+    """
     if weight.part is None:
         return stored
     (dim, begin, _), shape, change = weight.part, _whole_shape(weight), stored.change

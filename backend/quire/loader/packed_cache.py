@@ -115,8 +115,10 @@ class PackedCache:
 
     @classmethod
     def from_config(cls, config: ModelConfig, device: torch.device) -> PackedCache | None:
-        """Makes the cache that a configuration asks for; None: it asks for none, or no lasting directory can
-        be had."""
+        """Makes the cache that a configuration asks for.
+
+        None: it asks for none, weights are random, the device is no CPU, or there is no lasting directory.
+        """
         if not config.packed_weights_size or config.load_format == "dummy" or device.type != "cpu":
             return None
         directory = lasting_directory("packed")

@@ -17,11 +17,11 @@ from quire.engine.run_module import RUN_MODULE
 from quire.errors import ConfigError
 
 RESTART_S, MAX_RESTART_S = 1.0, 32.0
-"""Least and longest time from one start of the gateway to the next: it doubles while gateways end within it,
-as each start computes for a second or two."""
+"""Shortest and longest time in seconds from one start of the gateway to the next, as each start computes for
+a second or two. It doubles each time until a gateway has run for the longest."""
 
 REACH_S = 5.0
-"""Longest time for its way to a server that is ready."""
+"""Seconds after its first answer in which the gateway must reach a server that is ready."""
 
 
 def check_installed() -> None:
@@ -31,13 +31,13 @@ def check_installed() -> None:
 
 
 class Gateway:
-    """`quire-client openai` as a child process. Where it ends while the server serves, it starts again.
+    """`quire-client openai` as a child process. If it ends while the server serves, it is started again.
 
     Args:
-        address: it listens at.
-        port: it listens at; held for it (`bind_port`).
+        address: address at which it listens.
+        port: port at which it listens; `bind_port` keeps it free for the gateway.
         grpc_url: the server's gRPC address.
-        exit_timeout_s: that answers under way have to end, once it is asked to.
+        exit_timeout_s: seconds that answers under way may go on once the gateway is asked to end.
         prepare: runs in the child before the gateway.
     """
 
@@ -61,7 +61,8 @@ class Gateway:
         self.start()
 
     def start(self) -> None:
-        """Starts the process. What it prints is an address that may be another one outside a container."""
+        """Starts the process. Its standard output has an address that may be wrong outside a container, so it
+        is dropped."""
         self._started_at, self.due = time.monotonic(), math.inf
         self._process = subprocess.Popen(
             self._command,
@@ -77,11 +78,11 @@ class Gateway:
         return self._process.pid
 
     def is_ready(self, probe_address: str) -> bool:
-        """Whether it answers, and has reached the server: one that was asked while models were loading tries
-        again in a second, and says until then that the server is away.
+        """Whether the gateway answers and has reached the server.
 
-        A server that hides from it whether it is ready (`--grpc-restricted-protocol=health:...`) is taken for
-        reached after REACH_S.
+        After a failure to reach the server it tries again in a second, and until then answers that the server
+        is away. If the server restricts its health (`--grpc-restricted-protocol=health:...`), it counts as
+        reached REACH_S after the gateway's first answer.
         """
         connection = http.client.HTTPConnection(probe_address, self._port, timeout=5.0)
         try:
@@ -96,7 +97,7 @@ class Gateway:
         return status == 200 or time.monotonic() - self._answers_since > REACH_S
 
     def reap(self) -> None:
-        """Takes the status of a process that has ended, and plans the next start."""
+        """Collects the status of the process, which has ended, and plans the next start."""
         status = self._process.wait()
         if self._is_ending:
             return
@@ -108,6 +109,6 @@ class Gateway:
         self._restart_s = min(2 * self._restart_s, MAX_RESTART_S)
 
     def terminate(self) -> None:
-        """Asks the process to end with the answers under way; no other one is started."""
+        """Asks the process to end once its answers under way have ended. It is not started again."""
         self._is_ending, self.due = True, math.inf
         self._process.terminate()

@@ -1,10 +1,9 @@
-"""`quire healthcheck`: whether tokens still come, for liveness probes.
+"""`quire healthcheck`: whether an engine still computes tokens, for liveness probes.
 
-A damaged tritonserver can keep all its ports open and answer "ready", and one whose stub has died goes on
-reporting ready for years of releases. So the engine is asked, through the model, how many steps it has
-finished, until there are more, or for as long as its watchdog lets a step take. An idle one computes a token
-for that: a request of the probe's own would wait behind others, find the queue full or the quota of its
-tenant used up.
+A damaged tritonserver can keep all its ports open and answer "ready"; in many releases so does one whose stub
+has died. So the engine is asked, through the model, how many steps it has finished, until there are more or
+the probe's time is over. An idle engine computes a token for that. A request of the probe's own would wait
+behind others, find the queue full, or its tenant's quota used up.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import click
 PAUSE_S = 0.2
 GRPC_MARGIN_S = 1.0
 NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
-"""Addresses of this machine, to which no proxy of the environment leads. `quire_client` has the same rule:
-neither package needs the other."""
+"""Addresses of this machine, for which the environment's proxy is not used. `quire_client` has the same rule,
+as neither package depends on the other."""
 FULL = "the queue is full"
-"""Part of the error of a frontend that has too many unread requests to take another."""
+"""Part of a frontend's error when too many requests wait to be parsed."""
 
 
 class ProbeError(Exception):
@@ -32,14 +31,14 @@ class ProbeError(Exception):
 
 
 def probe(url: str, model: str, timeout_s: float) -> str:
-    """Ask `model` at gRPC `url` ("host:port") for a sign of progress.
+    """Asks `model` at gRPC `url` ("host:port") for a sign of progress.
 
     Args:
-        timeout_s: for the whole probe, connecting included. A step may take longer, as long as the engine's
-            watchdog lets it.
+        timeout_s: seconds for the whole probe, connecting included. A step that takes longer is no failure
+            until the engine's watchdog considers it overdue.
 
     Returns:
-        What proved it.
+        The proof of progress, in words.
 
     Raises:
         ProbeError: no connection, an error from the server, or no progress in time.
@@ -60,7 +59,7 @@ def probe(url: str, model: str, timeout_s: float) -> str:
 
 
 def _engine(url: str, model: str, deadline: float) -> dict[str, Any]:
-    """The engine's answer to the cache command `health`, asked for again while the queue is full.
+    """Returns the engine's answer to the cache command `health`; asks again while the queue is full.
 
     Raises:
         ProbeError: an error came, or no answer by the deadline.
@@ -75,7 +74,7 @@ def _engine(url: str, model: str, deadline: float) -> dict[str, Any]:
 
 
 def _ask(url: str, model: str, deadline: float) -> str:
-    """The model's answer to the cache command `health`.
+    """Returns the model's answer to the cache command `health`, JSON text.
 
     Raises:
         ProbeError: an error came, or no answer by the deadline.

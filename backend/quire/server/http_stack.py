@@ -1,8 +1,8 @@
-"""The stack that tritonserver's HTTP threads are given, so that no request ends the server by its pieces.
+"""Gives tritonserver's HTTP threads a stack so large that a request in many pieces cannot end the server.
 
-Servers before 25.07 take 16 bytes of a thread's stack for each piece in which a body came, a chunk of it at
-worst, and end by a signal when that is all: with the usual 8 MiB at half a million pieces. With the stack
-given here the memory goes first, 1 KiB for each piece.
+Servers before 25.07 use 16 bytes of a thread's stack for each piece in which a body arrives, such as a chunk.
+When the stack is used up, a signal ends them: with the usual 8 MiB at half a million pieces. With the stack
+given here, memory is used up before, at 1 KiB for each piece.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ _POLL_S = 0.002
 
 
 def limits_for_server(limits: tuple[int, int]) -> tuple[int, int]:
-    """Limits of the stack (soft, hard) for a server whose threads are to have HTTP_STACK_BYTES of it.
+    """Returns limits of the stack (soft, hard) that give a server's threads HTTP_STACK_BYTES, if possible.
 
-    They keep address space, not memory; a system that counts it all the same (vm.overcommit_memory=2) keeps
-    what it has. Where that is less, one line says what it is good for.
+    A stack's size reserves address space, not memory. Where the system counts that as memory
+    (vm.overcommit_memory=2), the limits stay as they are. If the stack is too small, a line on stderr says
+    how many pieces a request may have.
+
+    Args:
+        limits: the present limits.
     """
     soft, hard = limits
     if _overcommit_mode() != "2":
@@ -52,9 +56,10 @@ def _overcommit_mode() -> str:
 
 
 def restore_limits(process: subprocess.Popen[bytes], limits: tuple[int, int]) -> None:
-    """Gives the server our own limits back, for the stubs and engines that it is about to start.
+    """Sets a started server's stack limits back to `limits`, for the stubs and engines that it will start.
 
-    The size of its threads' stacks is settled when it begins: its first thread shows that this is over.
+    A process fixes the stack size of its threads as it begins. So this waits for the server's second thread,
+    _WAIT_S seconds at most.
     """
     deadline = time.monotonic() + _WAIT_S
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended

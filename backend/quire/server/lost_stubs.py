@@ -1,12 +1,12 @@
-"""Stubs that a start would wait for without an end.
+"""Finds lost stubs: those whose end tritonserver waits for though they never end, so that a start hangs.
 
-While a stub initializes, tritonserver wants a sign of life once a second (once in 5 s from 25.08 on), which a
-thread of the stub gives every 0.3 s. Where that thread does not run in time, because the machine is busy or
-was paused, the server takes the stub for dead, and waits for the end of its process before it says so. The
-stub lives, goes on to initialize, and then waits for work: nothing is logged, no port opens, and one of the
-threads that load models is gone. (In 24.10 that is in stub_launcher.cc of python_backend:
-`ReceiveMessageFromStub` fails, and `Launch` leaves by `WaitForStubProcess`.) A stub that dies before its
-first answer is waited for as well.
+While a stub initializes, tritonserver expects a sign of life once a second (once in 5 s from 25.08 on). A
+thread of the stub gives it every 0.3 s. If that thread does not run in time, because the machine is busy or
+was paused, the server considers the stub dead, and waits for the end of its process before it reports that.
+The stub lives, goes on to initialize, and then waits for work: nothing is logged, no port opens, and one of
+the threads that load models is gone. (In 24.10 that is in stub_launcher.cc of python_backend:
+`ReceiveMessageFromStub` fails, and `Launch` leaves by `WaitForStubProcess`.) The server also waits for a stub
+that died before its first answer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import psutil
 
 STUB = "triton_python_backend_stub"
 GRACE_S = 10.0
-"""For stubs that end by themselves: they have answered, and the server waits for them, too. To kill one does
-no harm."""
+"""Seconds that the server must have waited for a stub before the stub counts as lost. Until then it may be
+one that has answered and ends by itself, for which the server waits too. To kill such a stub does no harm."""
 KILL_GRACE_S = 1.0
-"""Soon: what a lost stub sends goes to memory that the server has freed, which can end the server."""
+"""The same for starts that kill lost stubs. It is short, as a lost stub may write to memory that the server
+has freed, which can end the server."""
 LOOK_S = 1.0
 
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine(), "")
@@ -35,11 +36,11 @@ _MODEL_PY, _NAME = 1, 8
 
 
 class LostStubs:
-    """Looks for lost stubs in the start of one tritonserver, which is a process below this one.
+    """Finds the lost stubs in the start of one tritonserver, which must be a descendant of this process.
 
     Args:
         server: process id of tritonserver.
-        grace_s: for how long it has to have waited for a stub.
+        grace_s: seconds that the server must have waited for a stub before the stub counts as lost.
     """
 
     def __init__(self, server: int, grace_s: float) -> None:
@@ -56,7 +57,7 @@ class LostStubs:
         return [self._names[pid] for pid in self._since]
 
     def look(self) -> dict[int, str]:
-        """Names of the lost ones (`<model>_<group>_<number>`) by process id, as of LOOK_S ago at most."""
+        """Names of the lost stubs (`<model>_<group>_<number>`) by process id; LOOK_S old at most."""
         now = time.monotonic()
         if now - self._looked >= LOOK_S:
             self._looked = now
@@ -66,8 +67,11 @@ class LostStubs:
         return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= self._grace_s}
 
     def kill(self, pid: int) -> bool:
-        """Kills a lost stub. Its server then fails to load the model, or loads
-        it again. Returns False where an earlier call has killed it."""
+        """Kills a lost stub. The server then fails to load the model, or loads it again.
+
+        Returns:
+            False if an earlier call has killed it already.
+        """
         self._since[pid] = time.monotonic() + GRACE_S
         is_first = pid not in self._killed
         if is_first:
@@ -78,8 +82,10 @@ class LostStubs:
 
 
 def awaited_stubs(server: int) -> dict[int, str]:
-    """Names by process id of the stubs whose end a thread of `server` waits for, and of those that have ended
-    and nobody has waited for; none where the system does not say what threads do."""
+    """Names, by process id, of the stubs whose end a thread of `server` waits for, and of zombie stubs.
+
+    Waiting threads are not found where the system does not show their system calls.
+    """
     found = {}
     with contextlib.suppress(OSError, psutil.NoSuchProcess):
         for task in Path(f"/proc/{server}/task").iterdir():
@@ -94,8 +100,11 @@ def awaited_stubs(server: int) -> dict[int, str]:
 
 
 def _instance_of(pid: int) -> str | None:
-    """The instance that a stub serves. None: it is none, or one that only completes a configuration, which
-    the server never takes for dead."""
+    """Name of the model instance that a stub serves.
+
+    None: the process is no stub, or a stub that only completes a configuration, which the server never
+    considers dead.
+    """
     arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     if not arguments[0].endswith(STUB) or len(arguments) <= _NAME:
         return None

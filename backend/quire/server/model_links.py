@@ -1,7 +1,7 @@
-"""A repository of links to some of the models of others: what `quire serve --load-model` shows the server.
+"""Makes a model repository of links to chosen models of other repositories, for `quire serve --load-model`.
 
-Triton itself serves a choice of models only in explicit mode, in which every client may load models: also
-ones whose Python it sends along.
+Triton itself can serve a choice of models only in explicit mode. In that mode every client may load models,
+even with Python code that the client sends.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from quire.errors import ConfigError
 def link_models(repositories: Sequence[Path], names: Iterable[str], target: Path) -> None:
     """Makes `target` with a link to each named model and, for ensembles, to their members.
 
-    A member that is nowhere is left out: the server says which ensemble lacks it.
+    A member that no repository has is left out: the server reports which ensemble lacks it.
 
     Raises:
-        ConfigError: no repository, or more than one, has a named model.
+        ConfigError: no repository has a named model, or several have a named model or a member.
     """
     target.mkdir(mode=0o700)
     found: dict[str, list[Path]] = {}
@@ -52,7 +52,7 @@ def _members(model: Path) -> list[str]:
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
-    """A model directory's config.pbtxt under its own names; needs tritonclient.
+    """Reads a model directory's config.pbtxt, with the keys that it has there; needs tritonclient.
 
     Raises:
         ConfigError: missing or broken; names the file.

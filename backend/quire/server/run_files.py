@@ -1,8 +1,7 @@
-"""Files of a run: what one `quire serve` keeps outside its processes, shared-memory regions and a directory
-for sockets.
+"""Files of one run of `quire serve`: its shared-memory regions, a directory for sockets, and a lock.
 
-Both carry the run's id, so that they can be removed whatever happened to the processes; the lock that all of
-them inherit tells a later start which runs are over.
+Their names have the run's id, so that they can be removed whatever happened to the processes. All processes
+of the run inherit the lock, which tells a later start whether the run is over.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LOCK_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}-lock")
 
 
 class RunFiles:
-    """Files of this run. `shm_prefix` begins the name of each of its regions in /dev/shm; `directory` is its
-    own, private and short, because a socket's path has 107 bytes at most.
+    """Files of this run.
 
-    Every process of the run must inherit `lock_fd`. The lock becomes free when the last of them has ended,
-    even if it was killed.
+    `shm_prefix` begins the name of each of the run's regions in /dev/shm. `directory` is private to the user;
+    its path is short, as a socket's path has 107 bytes at most. Every process of the run must inherit
+    `lock_fd`. The lock becomes free when the last of them has ended, even if it was killed.
     """
 
     def __init__(self) -> None:
@@ -47,9 +46,9 @@ class RunFiles:
 
 
 def remove_stale() -> None:
-    """Remove the files of runs whose processes are all gone (a SIGKILL of the whole group, say).
+    """Removes the files of runs whose processes are all gone (after a SIGKILL of the whole group, say).
 
-    Everybody can make files in /dev/shm: only this user's own are believed, and only names that we give.
+    Everybody can make files in /dev/shm. So only locks that belong to this user and have a run's name count.
     """
     for lock in SHM.glob(f"{PREFIX}*-lock"):
         if not _LOCK_NAME.fullmatch(lock.name):

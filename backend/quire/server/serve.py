@@ -1,9 +1,9 @@
 """`quire serve`: one tritonserver in the foreground, with safe flags, that leaves nothing behind.
 
 The server runs in a session of its own, so that a Ctrl-C reaches it once, through us. This process is the
-subreaper of everything below it: a stub or an engine whose parent died comes back here, is reaped, and on
-the way out is ended. Shared-memory regions carry a name of this run and are removed with it; those of runs
-that were killed are recognised by their unheld lock and removed at the next start.
+subreaper of everything below it: a stub or an engine whose parent died becomes its child, is reaped, and is
+killed at the end at the latest. Shared-memory regions carry a name of this run and are removed with it. Those
+of runs that were killed are recognised by their unheld lock and removed at the next start.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
 
 FORWARDED_HEADERS = f"(?i)({'|'.join([*HEADERS, *TRACE_HEADERS])})"
-"""Headers of a client that reach the models; HTTP keeps their case, gRPC has lower case."""
+"""Regular expression of the clients' headers that reach the models. HTTP keeps their case, gRPC has lower
+case."""
 
 NOBODY = "quire-admin=no\nbody"
-"""A header that opens what is restricted: neither HTTP nor gRPC can send a value with a line's end. A random
-value would be in the command line, which every user of the machine can read."""
+"""Header and value that would open restricted APIs. Nobody can send it, as neither HTTP nor gRPC allows a
+line feed in a value. A random value would be in the command line, which every local user can read."""
 
 MAX_HTTP_BODY = 64 << 20
-"""Bytes of one HTTP request's body that are tested to be answered. Servers from 25.10 on refuse more."""
+"""Largest HTTP request body that is tested to be answered, in bytes. Servers from 25.10 on refuse larger
+ones."""
 # The way from SIGTERM to our exit: requests in flight go on until UNLOAD_S before --exit-timeout, then the
 # engines end them and Triton unloads; what is left after the grace is killed. Servers from 26.09 on wait for
 # each unload in whole seconds: eleven models take 4 to 5 s. Servers before 26.04 leak streams, and wait for
@@ -70,14 +72,14 @@ STOP_AGAIN_S = 0.2
 LEFTOVER_GRACE_S = 0.5
 READY_POLL_S = 0.1
 LOAD_RETRIES = (0, 8, 8)
-"""Further attempts at each model, in a start and in those that follow where it has lost a stub. A first start
-has none: what is wrong with a model is said once, and at once."""
+"""Further attempts to load each model: in the first start, and in those after a start that lost a stub. The
+first start has none, so that an error in a model is reported once, and at once."""
 IDLE_S = 3600.0
 """Longest wait for a signal while there is nothing else to do, in seconds."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
-"""Statuses of a server that a lost stub may have ended before a look has found the stub."""
+"""Exit statuses of a server that a lost stub may have crashed before `LostStubs.look` found the stub."""
 PORT = click.IntRange(0, 65535)
 _LISTENING = tuple(f"--{name}-{what}" for name in ("http", "grpc", "metrics") for what in ("port", "address"))
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -89,7 +91,7 @@ class ServeConfig:
 
     repositories: tuple[Path, ...] = ()
     checkpoint: str | None = None
-    """One to serve under the names that `quire repository build` gives, beside the repositories."""
+    """Checkpoint to serve besides the repositories, under the model names of `quire repository build`."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of quire.json of the checkpoint's engine."""
     address: str = LOOPBACK
@@ -97,10 +99,10 @@ class ServeConfig:
     grpc_port: int = 8001
     metrics_port: int = 8002
     openai_port: int | None = None
-    """None: no gateway."""
+    """Port of the OpenAI gateway; None: there is none."""
     load_models: tuple[str, ...] = ()
     exit_timeout_s: int | None = None
-    """None: see `stop_times`."""
+    """Seconds for running requests and unloading; None: see `stop_times`."""
     forward_headers: str = FORWARDED_HEADERS
     verbose: bool = False
     log_format: str = "plain"
@@ -145,8 +147,12 @@ class ServeConfig:
 
 
 def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
-    """Raises ConfigError where the arguments would let every client load code into the server, hide whether
-    it is ready, or hide it from the gateway."""
+    """Checks the user's own arguments for tritonserver.
+
+    Raises:
+        ConfigError: they would let every client load code into the server, turn off HTTP, by which the server
+            is asked whether it is ready, cut off the gateway, or set a port or address.
+    """
 
     def values(flag: str) -> list[str]:
         # As getopt_long takes them: shortened, and with the value behind = or as the next word.
@@ -179,7 +185,7 @@ def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
 
 
 def bind_port(address: str, port: int, option: str) -> socket.socket:
-    """Bind `port` (0: any free one) without listening, so that nobody else gets it while models load.
+    """Binds `port` (0: any free one) without listening, so that nobody else gets it while models load.
 
     Triton opens its ports after the models are loaded, which may take minutes. A bound socket that does not
     listen lets the server bind the same port (both sides set SO_REUSEADDR) and is passed over by the kernel
@@ -199,15 +205,18 @@ def bind_port(address: str, port: int, option: str) -> socket.socket:
 
 
 def stop_times(config: ServeConfig, flags: frozenset[str]) -> tuple[int, float]:
-    """Exit timeout of a server with these flags, and what of it is for unloading; seconds."""
+    """Returns the exit timeout of a server with these flags, and its part for unloading, in seconds."""
     is_old = "allow-client-shm" not in flags  # before 26.04
     timeout_s, unload_s = (OLD_EXIT_TIMEOUT_S, OLD_UNLOAD_S) if is_old else (EXIT_TIMEOUT_S, UNLOAD_S)
     return timeout_s if config.exit_timeout_s is None else config.exit_timeout_s, unload_s
 
 
 def gateway_exit_timeout_s(timeout_s: int, unload_s: float) -> int:
-    """Exit timeout of the gateway before a server with these `stop_times`: it has passed the engines' last
-    words on, and clients that do not read take none of the time that newer servers wait for streams."""
+    """Returns the exit timeout in seconds of the gateway to a server with these `stop_times`.
+
+    It is long enough to pass on the engines' last responses. It is not longer, so that clients that do not
+    read use up none of the time that newer servers wait for streams.
+    """
     return min(timeout_s, math.ceil(max(0.0, timeout_s - unload_s)) + RELAY_S)
 
 
@@ -220,18 +229,19 @@ def server_arguments(
     repositories: Sequence[Path],
     load_retries: int = 0,
 ) -> list[str]:
-    """tritonserver's command line (without the binary); a flag the server does not know is left out.
+    """Returns tritonserver's command line without the binary.
 
-    Of a flag given twice the later one wins, so the user's own arguments come last.
+    Flags that the server does not know are left out. If a flag is given twice, the later one wins, so the
+    user's own arguments come last.
 
     Args:
-        config: what was asked for; `repositories` stands in for its own, from which models were chosen.
-        flags: that the server knows.
+        config: the options; its repositories are not used.
+        flags: names of the flags that the server knows.
         backends: the backend directory.
-        ports: of HTTP, gRPC and metrics.
-        shm_prefix: of the names of regions.
-        repositories: to serve, every model in them.
-        load_retries: further attempts at a model that fails to load.
+        ports: ports of HTTP, gRPC and metrics.
+        shm_prefix: prefix of the names of shared-memory regions.
+        repositories: model repositories to serve, with every model in them.
+        load_retries: further attempts to load a model that fails.
     """
     http_port, grpc_port, metrics_port = ports
     address = config.address
@@ -269,9 +279,11 @@ def server_arguments(
 
 
 class StubLostError(UnavailableError):
-    """A start would not have come to an end: tritonserver waits for a stub that does not end.
+    """tritonserver waits for a stub that does not end, or it crashed, as it may after it has lost a stub.
 
-    Without names it has crashed, as it may of a lost stub."""
+    Args:
+        names: names of the lost stubs; empty: the server crashed.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         what = f"lost {', '.join(names)}" if names else "crashed"
@@ -282,10 +294,10 @@ class StubLostError(UnavailableError):
 
 
 class ServerRun:
-    """One run of tritonserver, from its start to the last trace of it.
+    """One run of tritonserver, from its start until nothing of it is left.
 
     Args:
-        load_retries: how often a model is loaded again that loses its stub (`lost_stubs`), or fails.
+        load_retries: further attempts to load a model that fails or loses its stub (`lost_stubs`).
     """
 
     def __init__(
@@ -304,11 +316,12 @@ class ServerRun:
         self._began = time.monotonic()
 
     def run(self) -> int:
-        """Serve until stopped or until tritonserver ends; returns the exit status.
+        """Serves until stopped or until tritonserver ends; returns the exit status.
 
         Raises:
-            StubLostError: the start has lost a stub, and does not load its model again.
+            StubLostError: the start lost a stub and does not load the model again, or the server crashed.
             UnavailableError: the OpenAI gateway ended before the server was ready.
+            ConfigError: a port cannot be used, or the repositories cannot be made.
         """
         config = self._config
         run_files.remove_stale()
@@ -353,13 +366,19 @@ class ServerRun:
             path.unlink()
 
     def _leave(self, number: int, _: object) -> None:
-        """Handles a signal before there is a server. An exception would wait for a download's threads."""
+        """Signal handler before there is a server: ends this process at once.
+
+        An exception would wait for a download's threads.
+        """
         self._files.remove()
         os._exit(128 + number)
 
     def _repositories(self) -> tuple[Path, ...]:
-        """Model repositories to serve. A checkpoint is fetched and its repository written. With `load_models`
-        one repository of links to these models takes the place of all."""
+        """Returns the model repositories to serve.
+
+        A checkpoint is fetched, and a repository is written for it. With `load_models` the only repository is
+        one of links to these models.
+        """
         files, repositories = self._files, self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options
@@ -404,7 +423,11 @@ class ServerRun:
         return process
 
     def _handle_signal(self, process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-        """Waits at most `timeout_s` for the next signal and acts on it; the status of a server that ended."""
+        """Waits at most `timeout_s` for the next signal and acts on it. Does what is due, too.
+
+        Returns:
+            Exit status of the server; None: it has not ended.
+        """
         if process.returncode is not None:
             return process.returncode
         now = time.monotonic()
@@ -437,7 +460,14 @@ class ServerRun:
         return None
 
     def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
-        """True once the server answers that it and all its models are ready; False when it will not be."""
+        """Waits until the server answers that it and all its models are ready, and the gateway too.
+
+        Returns:
+            False if the server ended, or if it is being stopped.
+
+        Raises:
+            StubLostError, UnavailableError: see `run`.
+        """
         stubs = LostStubs(process.pid, KILL_GRACE_S if self._load_retries else GRACE_S)
         while not self._stopping:
             if self._handle_signal(process, READY_POLL_S) is not None:
@@ -493,10 +523,10 @@ class ServerRun:
 
 
 def _next_signal(timeout_s: float) -> int | None:
-    """The next of `_SIGNALS`, which are blocked; None: the time is over, or the wait was interrupted.
+    """Waits for the next of `_SIGNALS`, which are blocked; None: the time is over, or it was interrupted.
 
-    Not by `signal.sigtimedwait`: where the time is over when a process that was stopped is continued, CPython
-    returns memory that nobody has written, which is taken for a signal.
+    `signal.sigtimedwait` is not used. If the time is over when a stopped process is continued, CPython
+    returns uninitialised memory, which would be mistaken for a signal.
     """
     libc = ctypes.CDLL(None)
     wanted = (ctypes.c_ulong * 16)()  # a sigset_t
@@ -509,7 +539,12 @@ def _next_signal(timeout_s: float) -> int | None:
 
 
 def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | None:
-    """Reap every ended child, adopted ones too; the server's status when it is among them."""
+    """Reaps ended children, adopted ones too. Returns the server's status; None: it has not ended.
+
+    Args:
+        process: the server.
+        beside: the gateway, which is told of its end; None: there is none.
+    """
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
         if ended.si_pid == process.pid:
             return process.wait()
@@ -521,8 +556,10 @@ def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | Non
 
 
 def _stop_engines(directory: Path) -> None:
-    """Tell the engines of this run to stop: each of their requests ends with a final response, and none takes
-    the place of one that has died."""
+    """Tells the engines of this run to stop: all their requests end with a final response.
+
+    An engine that has died is marked as stopped, so that no other takes its place.
+    """
     for path in directory.glob("*/state.json"):
         with contextlib.suppress(OSError, ConfigError):
             with contextlib.closing(RuntimeDirectory(path.parent)) as found:
@@ -543,7 +580,7 @@ def _stop_engines(directory: Path) -> None:
 
 
 def _end_leftovers() -> None:
-    """End what is still below us: it gets a moment to end by itself, then SIGKILL."""
+    """Ends all descendants of this process: they have LEFTOVER_GRACE_S to end themselves, then are killed."""
     leftovers = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(leftovers, timeout=LEFTOVER_GRACE_S)
     # Killing one hands its children to us, so look again until nobody is left.
@@ -579,7 +616,7 @@ def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
 
 
 def _is_ready(server: int, address: str, port: int) -> bool:
-    """Whether the process `server` answers there that it is ready, and no other that has the port."""
+    """Whether a server at this address is ready, and the process `server` is the one that has the port."""
     connection = http.client.HTTPConnection(address, port, timeout=2)
     try:
         connection.request("GET", "/v2/health/ready")
@@ -597,7 +634,7 @@ def _is_ready(server: int, address: str, port: int) -> bool:
 
 
 def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
-    """Runs a server and returns its exit status. Starts it again if a start loses a stub.
+    """Runs a server and returns its exit status. Starts again after a StubLostError, as LOAD_RETRIES says.
 
     Raises:
         StubLostError: the last start has lost a stub, too.
@@ -612,7 +649,7 @@ def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
 
 
 def _ip_address(text: str) -> str:
-    """Returns the IP address for an address or host name. Given a name, Triton's HTTP is unreachable."""
+    """Returns the IP address for an address or host name. With a name, Triton's HTTP would be unreachable."""
     if not text:
         raise click.BadParameter("is empty; 0.0.0.0 is every address of the machine")
     if ":" in text:
@@ -624,7 +661,7 @@ def _ip_address(text: str) -> str:
 
 
 class _Command(click.Command):
-    """Takes what stands behind -- as `extra_args`, apart from arguments of its own."""
+    """Command that passes the arguments after -- as `extra_args` and parses only those before."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)

@@ -1,7 +1,8 @@
-"""Finds a tritonserver, what it needs around it, and makes the backend directory it is given.
+"""Finds a tritonserver and its libraries, and makes the backend directory for it.
 
-Looked for in this order: an explicit path, `/opt/tritonserver`, PATH, and the PyPI wheel `nvidia-pytriton`,
-of which only the server files are used (the package itself is never imported). Two layouts follow:
+The server is searched in this order: an explicit path, `/opt/tritonserver`, PATH, and the PyPI wheel
+`nvidia-pytriton`, of which only the server files are used (the package is never imported). It has one of two
+layouts:
 
 - *official*: `<root>/bin`, `<root>/lib`, `<root>/backends/python` with the one stub of the image's Python;
 - *wheel*: `<root>/bin`, `<root>/python_backend_stubs/<X.Y>` for many Pythons, libraries in
@@ -62,11 +63,11 @@ class TritonServer:
     is_wheel: bool
 
     def environment(self) -> dict[str, str]:
-        """Environment for the server: this process's, with the paths its stubs and our engine need.
+        """Environment for the server: this process's, with the paths that its stubs and our engine need.
 
-        The stub ignores PYTHONPATH and takes the packages of the environment whose `python3` is first on
-        PATH. It finds libpython through the loader: the running Python's own must come before a system one
-        of the same version, or extension modules of the former meet the latter's missing symbols.
+        The stub ignores PYTHONPATH and uses the packages of the environment whose `python3` is first on
+        PATH. It finds libpython through the loader. The running Python's own must come before a system one of
+        the same version, in which symbols may be missing that extension modules need.
         """
         env = dict(os.environ)
         library_path = [str(libpython_directory()), str(self.libraries), env.get("LD_LIBRARY_PATH", "")]
@@ -77,12 +78,19 @@ class TritonServer:
         return env
 
     def flags(self, backend_directory: Path) -> frozenset[str]:
-        """Names of the command-line flags this server knows, without dashes, as recorded at assembly."""
+        """Names of the command-line flags that this server knows, without dashes.
+
+        They were recorded when the backend directory was assembled.
+        """
         return frozenset((backend_directory / "flags.txt").read_text("utf-8").split())
 
 
 def find(explicit: str | None = None) -> TritonServer:
-    """The tritonserver to use; raises ConfigError with one line that says what is missing."""
+    """Finds the tritonserver to use; raises ConfigError with one line that says what is missing.
+
+    Args:
+        explicit: path of the binary; None: it is searched.
+    """
     if explicit is not None:
         binary = Path(explicit)
         if not (binary.is_file() and os.access(binary, os.X_OK)):
@@ -157,18 +165,18 @@ def libpython_directory() -> Path:
 
 
 def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
-    """The assembled `--backend-directory` for this server, Python and copy of Quire; made when not yet there.
+    """Returns the `--backend-directory` for this server, Python and copy of Quire; makes it if it is missing.
 
-    Safe against two starts at once: the second one waits and takes what the first one made. A finished
-    directory is never written again; one that has lost files (cleaners of temporary directories, a crash) is
-    made anew, and where nothing can be written it is made for this process alone.
+    If two processes start at once, the second waits and uses the first one's directory. A finished directory
+    is never written again. One that has lost files (by cleaners of temporary directories, or a crash) is made
+    anew. If the cache cannot be written, the directory is made for this process alone.
 
     Args:
-        server: that it is for.
-        cache: folder of `backends/`; None: ours, see `quire_common.cache`.
+        server: the server that the directory is for.
+        cache: folder that has or gets `backends/`; None: the user's cache, see `quire_common.cache`.
 
     Raises:
-        ConfigError: the server does not run, or nothing may be executed where its stub would lie.
+        ConfigError: the server does not run, or files in the directory cannot be executed.
     """
     parent = cache / "backends" if cache is not None else cache_directory("backends")
     source = backend_source()
@@ -224,7 +232,7 @@ def _make(server: TritonServer, source: Path | None, final: Path) -> None:
 
 
 def _check_executable(server: TritonServer, directory: Path) -> None:
-    """Raises ConfigError where the stub in the directory may not be run."""
+    """Raises ConfigError if the directory has a copy of a stub and is mounted noexec."""
     if server.is_wheel and os.statvfs(directory).f_flag & os.ST_NOEXEC:
         raise ConfigError(
             f"{directory} is mounted noexec, and tritonserver's Python backend has to run there: set "
@@ -233,7 +241,7 @@ def _check_executable(server: TritonServer, directory: Path) -> None:
 
 
 def _copied_files(server: TritonServer) -> tuple[Path, ...]:
-    """Files copied of the wheel's Python backend: its stubs lie beside it, one for each Python."""
+    """Files to copy of a wheel's Python backend, with the stub for this Python; empty without a wheel."""
     stock = server.backends / "python"
     return (stock / "libtriton_python.so", stock / UTILS, server.stub) if server.is_wheel else ()
 
@@ -286,9 +294,15 @@ def backend_source() -> Path | None:
 
 
 def install_backend(out: Path) -> list[Path]:
-    """Copy `model.py` and the packages it needs into `out`: a self-contained `backends/quire`.
+    """Copies `model.py` and the packages it needs into `out`: a self-contained `backends/quire`.
 
-    Returns what was written. `out` may exist; the parts are replaced, other files are left alone.
+    If `out` exists, these parts are replaced, and other files are left alone.
+
+    Returns:
+        Paths of `model.py` and of the packages' folders.
+
+    Raises:
+        ConfigError: a package is not installed, or `out` is where Quire itself is.
     """
     out.mkdir(parents=True, exist_ok=True)
     source = backend_source()

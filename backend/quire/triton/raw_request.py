@@ -53,7 +53,7 @@ _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
 
 @dataclass(slots=True)
 class RawRequest:
-    """Copy of a Triton request; only sizes and the encoding of its own texts are checked."""
+    """Copy of a Triton request; only sizes are checked, and the encoding of all texts but the tensors."""
 
     tensors: dict[str, list[Any]]
     """Input name to its elements, flat; BYTES elements are `bytes`."""

@@ -599,7 +599,8 @@ def _outputs(
     A client that names outputs gets exactly these with each response (in an ensemble, the step after the
     generator fails without its inputs). For a client that names none Triton asks for all outputs. It gets
     text and token ids with each response, finish reason and counts with the last, and other outputs only if
-    its inputs ask for them: a tensor costs about 10 us of CPU on either side of the stub.
+    its inputs ask for them: a tensor costs about 10 us of CPU on either side of the stub. In the dialect of
+    vllm_backend it gets the text, and what its inputs ask for.
     """
     if requested != all_outputs:
         return requested, requested

@@ -68,7 +68,7 @@ class ResultCache:
     def look_up(self, parsed: ParsedRequest, info: EngineInfo) -> None:
         """Sets `parsed.results` if the cache has them, else `parsed.recording`.
 
-        Sets neither for a request whose results may differ from time to time.
+        Sets neither for a request that `_is_deterministic` excludes, or if the engine has no fingerprint.
         """
         if not info.fingerprint or not all(map(_is_deterministic, (parsed, *parsed.others))):
             return

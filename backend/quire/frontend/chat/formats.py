@@ -185,7 +185,8 @@ class ChatParsing:
         """Returns `params` with the grammar of the answer, where it has one.
 
         The grammar is that of a response format, of calls, or the one that `params` state. If the model
-        reasons, the grammar begins after the reasoning.
+        reasons, the grammar begins after the reasoning. A grammar that `params` state stays unchanged if it
+        has an `after` of its own, or if `format_of` cannot convert it.
 
         Raises:
             InvalidArgumentError: several grammars at once, a grammar that is too long, or calls that the

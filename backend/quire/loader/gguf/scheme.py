@@ -33,7 +33,10 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """One layer's weights, as matrices in blocks. Neighbouring parts of the same type become one matrix."""
+    """Weights of a layer of which at least one part is stored in blocks; other parts may be plain tensors.
+
+    Neighbouring parts of the same type become one matrix.
+    """
 
     runs: list[_Run]
     bias: torch.Tensor | None
@@ -71,7 +74,8 @@ class BlockTensors:
         )
 
     def _weights(self, activation: str | None) -> Iterator[torch.Tensor | BlockWeight]:
-        """Yields the matrices to pack. A gated layer that has several types becomes one plain matrix."""
+        """Yields the matrices to pack: one per run. With an activation (a gated layer) there must be only one
+        matrix, so several runs are dequantised into one plain matrix."""
         weights = (run.memory if run.kind is None else BlockWeight(run.kind, run.memory) for run in self.runs)
         if activation is None:
             yield from weights

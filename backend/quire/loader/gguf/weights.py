@@ -27,7 +27,8 @@ logger = logging.getLogger("quire")
 
 _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_MATRIX = 128
-"""Least bytes of one expert's matrix. The Python objects for an expert take some three times as many."""
+"""Least bytes of one expert's matrix. A file with smaller ones is refused, as the Python objects for an
+expert take some three times as many."""
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -76,7 +77,8 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         keeps_blocks: whether matrices of the types in BLOCK_KINDS are given as uint8 [rows, bytes of a row].
 
     Raises:
-        CheckpointError: a tensor's quantisation is not known.
+        CheckpointError: a tensor of experts does not fit the metadata. A tensor of an unknown type raises it
+            when its content is read.
     """
     arch = opened.metadata["general.architecture"]
     heads = {"attn_q": _heads(opened, arch, "head_count"), "attn_k": _heads(opened, arch, "head_count_kv")}

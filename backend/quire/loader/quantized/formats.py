@@ -194,7 +194,8 @@ class ScaledRows:
     divisor: float = 1.0
     """Divisor of the stored scales."""
     quantized_inputs: bool = False
-    """Whether the inputs should be quantised to int8 too, if the weights are int8."""
+    """Whether int8 weights should be multiplied with inputs quantised to int8 (w8a8). That needs in_features
+    to be a multiple of W8A8_GROUP."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -222,7 +223,10 @@ class ScaledRows:
 
 @dataclass(frozen=True)
 class WholeIntegers:
-    """compressed-tensors' integers, one byte each, with group scales or zeros."""
+    """compressed-tensors' integers of four or eight bits, one byte each.
+
+    Scales may be by group, by output feature, or one for all. There may be zeros.
+    """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     bits: int

@@ -222,7 +222,7 @@ def _compressed(values: Values) -> Rules:
 
 
 def _targets(targets: Iterable[str] | None) -> Matches:
-    """Makes a test for names that are among the targets, or match a target that begins with "re:"."""
+    """Makes a test for names that equal or end a target, or match one that begins with "re:"."""
     names = {target for target in targets or () if not target.startswith("re:")}
     try:
         patterns = [regex.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]
