@@ -61,8 +61,8 @@ class Settings:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Options of the gRPC channel. For a server of this machine they switch off the environment's proxy,
-        which gRPC would use there, too."""
+        """Options of the gRPC channel. For a server on this machine they switch off the environment's proxy,
+        which gRPC would otherwise use."""
         is_near = _NEAR.match(self.url) is not None
         return [
             *CHANNEL_OPTIONS,
@@ -74,8 +74,9 @@ class Settings:
         """gRPC metadata of a call.
 
         Args:
-            error_codes: adds `triton_grpc_error`: an error then ends the stream with its status code, and may
-                crash the server (see `AsyncClient`). Without it an error comes only as a text in the stream.
+            error_codes: True: adds `triton_grpc_error`. An error then ends the stream with its status code,
+                and may crash the server (see `AsyncClient`). False: an error comes only as a text in the
+                stream.
         """
         own = (("triton_grpc_error", "true"),) if error_codes else ()
         return (*((k.lower(), v) for k, v in self.headers.items()), *own)

@@ -26,7 +26,7 @@ from quire_client._connection import Settings
 T = TypeVar("T")
 SIGNAL_S = 0.2
 """Longest wait of the main thread, in seconds. A signal that arrives just as a wait begins is handled after
-it."""
+that wait."""
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -291,7 +291,7 @@ class AsyncioIO(_Channel):
             return False
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Runs slow work and returns its result; in a thread if it would delay other streams."""
+        """Runs slow work in a thread, where it does not delay other streams, and returns its result."""
         return await asyncio.to_thread(work)
 
     async def sleep(self, seconds: float) -> None:

@@ -58,9 +58,9 @@ that a gateway's client invents gets an assumed schema, so the cache must be bou
 class AsyncStream(AsyncIterator[Chunk]):
     """A running request: `async for chunk in stream`.
 
-    The request is sent by the first `async for` step, `async with` or `start()`. Leaving it early
-    (`aclose()`, the end of an `async with` block, cancellation of the waiting task) cancels it on the server.
-    A plain `break` without `async with` cancels too, when the stream is collected.
+    The request is sent by the first `async for` step, `async with` or `start()`. Leaving the stream early
+    (`aclose()`, the end of an `async with` block, cancellation of the waiting task) cancels the request on
+    the server. A plain `break` without `async with` cancels too, when the stream is collected.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._trace = conn.trace_metadata()
 
     async def start(self) -> None:
-        """Sends the request; does nothing when it was sent.
+        """Sends the request; does nothing if it was already sent or cancelled.
 
         Raises:
-            QuireClientError: unknown model, no connection.
+            QuireClientError: unknown model, no connection, or a value that the model has no input for.
         """
         if self._call is not None or self._over:
             return
@@ -215,7 +215,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self._final or self._over
 
     async def cancel(self) -> None:
-        """Ends the request on the server; returns when the server has been told, after 3 seconds at most.
+        """Ends the request on the server; returns when the server has been told, or when it has not answered
+        for a few seconds.
 
         It first cancels by request id, which also reaches a generator inside an ensemble and lets the stream
         end with its own final response. Then it cancels the call. It does nothing if the request is over.

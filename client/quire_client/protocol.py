@@ -1,8 +1,9 @@
 """KServe messages: model schemas, requests and responses. No I/O.
 
-The client asks a model for its configuration once and then sends what that model declares: a sampling
-keyword becomes a typed tensor where the model has an input of that name and the value fits it, and an entry
-of the `sampling_parameters` JSON otherwise, so that the server (not this package) judges every value.
+The client asks a model for its configuration once, and then sends what that model declares. A sampling
+keyword becomes a typed tensor if the model has an input of that name and the value fits it. Otherwise it
+becomes an entry of the `sampling_parameters` JSON or, without that input, a request parameter. So the server,
+and not this package, judges every value.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ VISION_MODEL = "vision_chat"
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
 LARGE_PROMPT = 2**16
-"""Number of characters or token ids from which building a prompt's request is slow."""
+"""Number of characters or token ids above which building a prompt's request is slow."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 MAX_DIMS = 32
@@ -260,14 +261,14 @@ def build_request(
     timeout: float | None = None,
     outputs: Iterable[str] | None = None,
 ) -> Any:
-    """A `ModelInferRequest`.
+    """Returns the `ModelInferRequest` for a prompt.
 
     Args:
         sampling: keywords of the caller; None values mean "not given". The key `sampling_parameters`
             holds a mapping whose entries the other keywords override.
         parameters: request parameters (str, bool, int, float).
         timeout: seconds, sent as Triton's `timeout` parameter in microseconds.
-        outputs: names of the outputs to ask for; None: those a `Chunk` is made of.
+        outputs: names of the outputs to ask for; None: those that the chunks of this request need.
 
     Raises:
         InvalidArgument: the model has no place for a value.

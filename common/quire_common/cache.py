@@ -1,8 +1,9 @@
-"""The folder for what is made once and kept: compiled kernels, tuning results, the assembled backend.
+"""The cache folder: compiled kernels, tuning results, the assembled backend.
 
-What lies there is executed, so it is used only where no other user can write: the folder belongs to us or to
-root. Where the wanted one is not like that, or cannot be made (no home, a read-only disk), one of this user
-below the temporary directory takes its place, else one of this process alone; one line in the log says so.
+Code in the folder is executed, so the folder is used only if it belongs to this user or to root, and no other
+user can write in it. If the wanted folder is not like that, or cannot be made (no home, a read-only disk), a
+folder of this user below the temporary directory takes its place. If that fails too, a folder of this process
+alone does. One line in the log says so.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_directory(name: str) -> Path:
-    """A folder below QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire, or in their stead.
+    """Returns the folder `name` below QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire, or
+    below the folder that takes their place.
 
-    It may be missing or read-only: `keep` makes it, or says that it could not.
+    The folder may be missing or read-only: `keep` makes it, or logs that it could not. If other users can
+    write in it, a folder of this process alone is returned.
     """
     folder = _root(_wanted(), Path(tempfile.gettempdir())) / name
     try:
@@ -43,7 +46,7 @@ def cache_directory(name: str) -> Path:
 
 
 def lasting_directory(name: str) -> Path | None:
-    """The folder of `cache_directory` for files that may be large. None: only its stand-in below the
+    """Returns the folder of `cache_directory` for files that may be large. None: only a folder below the
     temporary directory can be used, which is no place for gigabytes."""
     folder, wanted = cache_directory(name), _wanted()
     return folder if folder.parent == wanted else None
@@ -51,15 +54,16 @@ def lasting_directory(name: str) -> Path | None:
 
 @functools.cache
 def private_directory() -> Path:
-    """A folder of this process alone, removed when it ends."""
+    """Returns a folder of this process alone. It is made by the first call, and removed when the process
+    ends."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def kept(path: Path) -> bytes | None:
-    """Data that `keep` wrote to a file, without the digest. None: there is no such file, it cannot be read,
-    or the digest shows that it is damaged, which is logged."""
+    """Returns the data that `keep` wrote to a file, without the digest. None: there is no such file, it
+    cannot be read, or the digest shows that it is damaged, which is logged."""
     try:
         stored = path.read_bytes()
     except OSError:
@@ -80,7 +84,7 @@ def keep(path: Path, data: bytes) -> bool:
 
 
 def sealed(data: bytes) -> bytes:
-    """Data with the digest that `kept` looks for."""
+    """Returns the data with the digest that `kept` looks for."""
     return data + hashlib.sha256(data).digest()
 
 
@@ -114,8 +118,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _wanted() -> Path | None:
-    """The folder of the environment or the home; None: there is no home, as in a container with a user that
-    it does not know."""
+    """Returns the cache folder that the environment or the home directory decides. None: there is no home
+    directory (as for an unknown user in a container), or XDG_CACHE_HOME is not an absolute path."""
     if named := os.environ.get(ENVIRONMENT):
         return Path(named).absolute()
     try:
@@ -147,7 +151,7 @@ def _root(wanted: Path | None, temporary: Path) -> Path:
 
 
 def _make_ours(folder: Path, *, follow: bool) -> None:
-    """Raises OSError unless the folder is there, or was made, and nobody else can write in it."""
+    """Makes the folder if it is missing. Raises OSError if that fails, or if another user can write in it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_ours(folder, folder.stat() if follow else folder.lstat())
 

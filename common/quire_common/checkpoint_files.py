@@ -9,19 +9,20 @@ from pathlib import Path
 from quire_common.errors import shown
 
 MAX_TEXT = 2**27
-"""Bytes of a file that is read whole. The largest tokenizer.json have some 2**25."""
+"""Most bytes of a text file, which is read whole. The largest tokenizer.json files have about 2**25."""
 _TEXTS = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt"))
 
 
 def check_directory(directory: Path, fail: Callable[[str], Exception]) -> None:
-    """Refuses pipes and devices, whose readers wait or read for ever, and texts that fill the memory.
+    """Refuses a directory with pipes or devices, whose readers may wait or read for ever, or with text files
+    of more than MAX_TEXT bytes.
 
     Args:
-        directory: of a checkpoint.
+        directory: directory of a checkpoint.
         fail: makes the exception of a complaint.
 
     Raises:
-        OSError: it cannot be listed.
+        OSError: the directory cannot be listed.
         Exception: made by `fail`; one line that names the file.
     """
     for file in directory.iterdir():
@@ -36,8 +37,9 @@ def check_directory(directory: Path, fail: Callable[[str], Exception]) -> None:
 
 
 def without_links(path: Path) -> Path:
-    """The path without links. With them where it has letters that are none of this process's file system
-    encoding: a stub of Triton, whose is ASCII, opens such a path by a link alone."""
+    """Returns the path with its links resolved. If the resolved path has letters outside this process's file
+    system encoding, returns the absolute path with its links: a stub of Triton, whose encoding is ASCII, can
+    open such a path only through a link."""
     found = path.resolve()
     try:
         str(found).encode("utf-8")  # such letters are lone surrogates
@@ -47,8 +49,13 @@ def without_links(path: Path) -> Path:
 
 
 def with_ascii_name(path: Path, link: Path) -> Path:
-    """A checkpoint's path, if it is of ASCII letters alone, else `link`, made to lead there: a .gguf file
-    keeps its suffix, and its name where it can, as names tell the parts of a split one."""
+    """Returns a checkpoint's path if it has only ASCII characters or does not exist. Otherwise makes the
+    symbolic link `link`, and returns a path through it.
+
+    If the name of a file is ASCII, the link leads to the file's folder, so that the file and the other parts
+    of a split one keep their names. Otherwise the link leads to the file or folder itself, and has a file's
+    suffix.
+    """
     path = path.absolute()
     if str(path).isascii() or not path.exists():
         return path

@@ -1,4 +1,4 @@
-"""JSON that a client sent: the only way from its bytes to values, with bounds on size and depth."""
+"""Parses JSON that a client sent, with bounds on its size, its depth and the number of its values."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 from quire_common.errors import InputError
 
 MAX_BYTES = 2**20
-"""Bytes of the longest JSON text of parameters; messages have a limit of their own."""
+"""Most bytes of a JSON text of parameters; messages have a limit of their own."""
 MAX_DEPTH = 64
 """Largest nesting depth of lists and objects."""
 MAX_VALUES = 2**19
-"""Lists, objects and keys: each takes up to a hundred times the memory of its characters."""
+"""Most lists, objects and keys together. Each takes up to a hundred times the memory of its characters."""
 
 
 def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The value that a JSON text holds.
+    """Returns the value that a JSON text holds.
 
     Args:
-        field: named in errors.
-        raw: the text; characters count as bytes where it is a string.
-        max_bytes: longest text.
+        field: name of the input for errors.
+        raw: the text. If it is a string, each character counts as a byte.
+        max_bytes: most bytes of the text.
 
     Raises:
-        InputError: longer than `max_bytes`, more than MAX_VALUES lists, objects and keys (brackets and colons
-            are counted, those in texts too), invalid UTF-8 or JSON (with the position), nested more than
-            MAX_DEPTH deep, NaN or Infinity (which are not JSON), or an integer longer than Python takes.
+        InputError: the text is longer than `max_bytes`, has more than MAX_VALUES lists, objects and keys
+            (counted as brackets and colons, those in strings too), is not UTF-8 or not JSON (with the
+            position), is nested more than MAX_DEPTH deep, or has NaN, Infinity (which are not JSON) or an
+            integer with more digits than Python parses.
     """
     check_bytes(field, raw, max_bytes)
     text = decode_utf8(field, raw) if isinstance(raw, bytes) else raw
@@ -52,13 +53,14 @@ def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> A
 
 
 def check_bytes(field: str, raw: bytes | str, max_bytes: int) -> None:
-    """Raises InputError for a text or bytes of more than `max_bytes` bytes in UTF-8."""
+    """Raises InputError if `raw` is longer than `max_bytes`, counted in bytes or, for a string, in
+    characters."""
     if len(raw) > max_bytes:
         raise InputError(field, f"at most {max_bytes} bytes, got {len(raw)}")
 
 
 def decode_utf8(field: str, raw: bytes) -> str:
-    """Text of an input's bytes.
+    """Returns the text of an input's bytes.
 
     Raises:
         InputError: invalid UTF-8; names the field and the byte offset.

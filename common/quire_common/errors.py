@@ -1,4 +1,4 @@
-"""Errors that the packages below `quire` report, and texts of others in messages of ours.
+"""Errors that the packages below `quire` report, and functions that put foreign texts into messages.
 
 `quire` maps these errors to its own kinds by the fields they carry.
 """
@@ -28,16 +28,17 @@ class InputError(ReportedError):
 
 
 class ParameterError(ReportedError, ValueError):
-    """A parameter in a model's config.pbtxt is missing or wrong; one line that names it."""
+    """A parameter in a model's config.pbtxt is missing or wrong; the message is one line that names it."""
 
 
 class HubError(ReportedError):
-    """A checkpoint cannot be fetched from a hub; one line that names it."""
+    """A checkpoint cannot be fetched from a hub; the message is one line that names it."""
 
 
 def shown(value: object) -> str:
-    """A value of a client's, for a message of ours: some 80 characters at most, and at a cost that does not
-    depend on its size or depth. A value without a short text is shown as its type and size."""
+    """Returns a client's value for a message: at most 60 characters of a text, escaped as in Python. The cost
+    does not depend on the value's size or depth. A value without a short text is shown as its type and
+    size."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} long)"
     name = type(value).__name__
@@ -54,24 +55,25 @@ def is_name(text: str) -> bool:
 
 
 def kind(value: object) -> str:
-    """Type and value of a client's value, as `shown`; "null" for None."""
+    """Returns the type of a client's value, and the value as in `shown`; "null" for None."""
     name, text = type(value).__name__, shown(value)
     return "null" if value is None else text if text.startswith(name) else f"{name} {text}"
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust has given up (a regular expression's limit, a broken file): these are no
-    Exceptions, and end threads that catch every Exception."""
+    """Whether the error is a panic of a library in Rust (a regular expression's limit, a broken file). Its
+    class does not inherit from Exception, so `except Exception` does not catch it."""
     return type(error).__name__ == "PanicException"
 
 
 def one_line(error: BaseException) -> str:
-    """The text of another library's error, for a message of ours: one line of at most 400 characters; the
-    error's class if it has no text."""
+    """Returns the text of another library's error for a message: one line of at most 400 characters. If the
+    error has no text, returns the name of its class."""
     return in_line(str(error))[:400] or type(error).__name__
 
 
 def in_line(text: str) -> str:
-    """A text of which parts are not ours, as one line of at most 1000 characters that can be printed."""
+    """Returns a text with foreign parts as one line of at most 1000 characters, with "?" for each character
+    that cannot be printed."""
     text = " ".join(text[:1000].split())
     return "".join(c if c.isprintable() else "?" for c in text)

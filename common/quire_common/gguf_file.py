@@ -1,11 +1,12 @@
-"""The head of a GGUF file: what it says of itself, and where its tensors lie.
+"""Reads the head of a GGUF file: its metadata, and where its tensors lie.
 
 The format is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. (The reader of the `gguf` package
 makes several arrays of each string, and takes ten seconds for a vocabulary of 49 k.) A large file may be
 split into NAME-00001-of-00003.gguf and so on: the first part says what the model is, and all say `split.no`
 (from 0), `split.count` and `split.tensors.count` (of all parts together).
 
-Files are read, not mapped: one that is cut short meanwhile ends in an error here, and a mapped one in SIGBUS.
+Files are read, not mapped: if a file is cut short meanwhile, reading fails with an error, whereas a mapping
+would end in SIGBUS.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
 _MAX_HEAD = 2**26
-"""Bytes of a head, which becomes up to ten times as many. The largest vocabularies take 16 MiB."""
+"""Most bytes of a head, which takes up to ten times as much memory. The largest vocabularies take 16 MiB."""
 _MAX_VALUES = 2**22
-"""In all its arrays: a number of one byte becomes one of forty. The largest vocabularies have 1.3 million."""
+"""Most values in all arrays together: a number of one byte takes forty in memory. The largest vocabularies
+have 1.3 million."""
 _MAX_TENSORS = 2**16
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 
 
 class GGUFError(ValueError):
-    """A GGUF file is broken, or not the only one; one line without the path."""
+    """A GGUF file is broken, or a directory holds several. The message is one line without the path."""
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """Names of the parts of a split file, by that of any of them; the name alone if it is not a part's."""
+    """Returns the names of all parts of a split file, for the name of any of them. If the name is not that of
+    a part, returns it alone."""
     stem, count = _split(name)
     return tuple(_part(stem, number, count) for number in range(1, count + 1)) or (name,)
 
@@ -58,8 +61,8 @@ def first_part(name: str) -> str:
 
 
 def _split(name: str) -> tuple[str, int]:
-    """The stem that the names of a split file's parts share, and the number of parts; 0: the name is not a
-    part's, and is returned whole."""
+    """Returns the stem that the names of a split file's parts share, and the number of parts. If the name is
+    not that of a part, returns the whole name and 0."""
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return name, 0
@@ -71,11 +74,11 @@ def _part(stem: str, number: int, count: int) -> str:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or that is all a directory without config.json holds; else None. Of a
-    split one the first part, whichever is named.
+    """Returns the GGUF file that `path` is, or the only one in the directory `path` if that has no
+    config.json; else None. For a split file, returns the first part, whichever part `path` is.
 
     Raises:
-        GGUFError: the directory holds several.
+        GGUFError: the directory holds several GGUF files.
     """
     if path.is_file():
         return path.with_name(first_part(path.name)) if path.suffix == ".gguf" else None
@@ -103,26 +106,27 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file, in all its parts, whose head is read; tensors' bytes are read when they are asked for."""
+    """A GGUF file with all its parts. Their heads have been read; `data` reads the bytes of a tensor."""
 
     path: Path
-    """Path of the file; of a split one, that of its first part."""
+    """Path of the file, or of the first part of a split file."""
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
     files: tuple[Path, ...]
-    """All its parts."""
+    """Paths of all parts."""
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Reads the heads of all parts. Never allocates more than the files' sizes justify.
+        """Reads the heads of all parts. The memory used is bounded by the sizes of the files, whatever the
+        heads state.
 
         Args:
-            path: of the file, or of any of its parts.
+            path: path of the file, or of any of its parts.
 
         Raises:
-            GGUFError: not a GGUF file, truncated, or of an unknown version; its tensors do not lie in it; or
-                its parts are not all there, or not of one file.
-            OSError: cannot be read.
+            GGUFError: the file is no GGUF file, is truncated, or has an unknown version; a tensor does not
+                lie in it; or parts are missing or belong to another file.
+            OSError: the file cannot be read.
         """
         names = part_names(path.name)
         path = path.with_name(names[0])
@@ -150,11 +154,11 @@ class GGUFFile:
         return cls(path, metadata, tensors, files)
 
     def data(self, tensor: StoredTensor) -> np.ndarray:
-        """A tensor's bytes: uint8 [rows..., bytes of a row].
+        """Reads and returns a tensor's bytes: uint8 [rows..., bytes of a row].
 
         Raises:
             GGUFError: the file has become shorter.
-            OSError: cannot be read.
+            OSError: the file cannot be read.
         """
         found = np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.offset)
         if found.size < tensor.num_bytes:
@@ -172,7 +176,8 @@ def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 def _check_split(metadata: dict[str, Any], number: int, first: dict[str, Any]) -> None:
-    """Refuses a part that is not the one of this number of the split whose first part states `first`."""
+    """Raises GGUFError if `metadata` is not that of part `number` of the split file whose first part has the
+    metadata `first`."""
     for key in ("split.no", "split.count", "split.tensors.count"):
         stated, wanted = metadata.get(key), number if key == "split.no" else first.get(key)
         if not _is_number(stated) or stated != wanted:
@@ -270,7 +275,7 @@ class _Head:
         return found
 
     def _tensor(self) -> StoredTensor:
-        """A tensor whose offset counts from where the tensors begin."""
+        """Reads the entry of a tensor. The offset still counts from where the tensors begin."""
         name, rank = self._string(), self._scalar("I")
         if not is_name(name):
             raise GGUFError(f"a tensor has the name {shown(name)}")

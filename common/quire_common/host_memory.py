@@ -1,4 +1,4 @@
-"""Large pieces of host memory, as the kernels like them."""
+"""Large pieces of host memory: aligned, in huge pages where possible, or shared between processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ HUGE_PAGE = 1 << 21
 
 
 def aligned_bytes(count: int) -> torch.Tensor:
-    """uint8 [count], aligned to cache lines; in huge pages if it is large and the system has them.
+    """Allocates uint8 [count], aligned to cache lines, and in huge pages if it is large and the system has
+    them. The content is arbitrary.
 
     Weights are read from end to end in every step, and with 4 KiB pages the processor's prefetchers stop at
-    each border; blocks of keys and values lie anywhere, and each takes its own walk through the page tables,
-    which a virtual machine makes longer.
+    the end of each page. Blocks of keys and values lie anywhere, so with 4 KiB pages each costs a walk
+    through the page tables, which is longer in a virtual machine.
 
     Raises:
         OSError: there is no such memory.
@@ -40,8 +41,8 @@ def aligned_bytes(count: int) -> torch.Tensor:
 
 
 def prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Has memory that nobody has written to yet come in huge pages, as far as it is large and the system has
-    them: it is filled with a fraction of the faults."""
+    """Asks the system to use huge pages for memory that nobody has written to yet, if it is large and the
+    system has them. Filling the memory then causes a fraction of the page faults."""
     begin = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = (memory.data_ptr() + memory.nbytes - begin) // HUGE_PAGE * HUGE_PAGE
     if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -61,7 +62,8 @@ def trim_heap() -> None:
 
 
 def shared_bytes(count: int) -> tuple[torch.Tensor, int]:
-    """uint8 [count], all zero, in memory without a name, and the descriptor by which others can map it.
+    """Allocates uint8 [count], all zero, in shared memory without a name. Returns it and the file descriptor
+    by which other processes can map it.
 
     Raises:
         OSError: there is no such memory.

@@ -1,4 +1,4 @@
-"""Checkpoints by one word: a path, or the name of a repository of a Hugging Face hub."""
+"""Finds a checkpoint by one word: a path, or the name of a repository of a Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(
     re.ASCII,
 )
 _HEADERS = ("etag", "x-linked-etag", "x-repo-commit")
-"""Whose values `huggingface_hub` makes names of files of."""
+"""Headers whose values `huggingface_hub` uses as file names."""
 _FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken")
 """Patterns of the files that are fetched from a repository: weights in safetensors, and the files that
 describe them; no code and no pickles."""
@@ -24,23 +24,24 @@ _MOST_LISTED = 12
 
 
 def find_checkpoint(named: str | Path) -> Path:
-    """The directory or .gguf file of a checkpoint, fetched where it is named as a hub does; of a split file
-    all parts.
+    """Returns the directory or .gguf file of a checkpoint. If `named` is the name of a repository, the
+    checkpoint is fetched first; of a split file, all parts are.
 
-    What exists here is never looked for elsewhere. Cache, offline mode, token and the hub's address are those
-    of `huggingface_hub` (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
+    A path that exists is never looked for on the hub. Cache, offline mode, token and the hub's address are
+    those of `huggingface_hub` (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
 
     Args:
-        named: a path, or OWNER/NAME, OWNER/NAME/FILE.gguf, OWNER/NAME:TYPE, each with @REVISION if need be.
-            TYPE is how the name of a .gguf file ends, such as Q4_K_M, in any case. A repository without
-            config.json needs neither if it has one .gguf file.
+        named: a path, or OWNER/NAME, OWNER/NAME/FILE.gguf, OWNER/NAME:TYPE, each optionally with @REVISION.
+            TYPE is how the name of a .gguf file ends, such as Q4_K_M, in upper or lower case. A repository
+            without config.json needs neither FILE nor TYPE if it has one .gguf file.
 
     Returns:
-        `named` itself where it is a path, which may not exist; else a directory, or the first part of a file.
+        `named`, with ~ expanded, if it exists or has none of these forms; else the fetched directory, or the
+        fetched file or its first part.
 
     Raises:
-        HubError: the hub has no such repository, revision or file, several files may be meant, or it cannot
-            be reached; one line.
+        HubError: the hub has no such repository, revision or file, several files may be meant, or the hub
+            cannot be reached. The message is one line.
     """
     path = Path(named).expanduser()
     match = _NAME.fullmatch(str(named))
@@ -71,15 +72,15 @@ def find_checkpoint(named: str | Path) -> Path:
 
 
 def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[str, ...]:
-    """Names of one of a repository's .gguf files, all parts of it.
+    """Returns the names of all parts of one of a repository's .gguf files.
 
     Args:
-        files: names of all, below the repository.
-        file: of one, or of a part; None: any.
-        kind: how the name ends before its number as a part; None: in any way.
+        files: names of all .gguf files, relative to the repository.
+        file: name of the wanted file, or of a part of it; None: any.
+        kind: how the wanted name ends, before the number of a part; None: in any way.
 
     Raises:
-        LookupError: it is none of them, it may be several, or parts are missing.
+        LookupError: no file fits, several do, or parts are missing.
     """
     from quire_common.gguf_file import first_part, part_names
 
@@ -106,7 +107,8 @@ def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[s
 
 
 def _check_headers(response: Any) -> None:
-    """Refuses an answer whose headers lead out of the cache: the library writes wherever they do."""
+    """Raises ValueError if an answer's headers lead out of the cache folder, where the library would then
+    write."""
     for name in _HEADERS:
         value = response.headers.get(name, "")
         if ".." in value or value.removeprefix("W/").strip('"').startswith("/"):

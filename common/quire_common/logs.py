@@ -1,7 +1,7 @@
-"""How our processes below tritonserver log: lines on stderr, as text or JSON, without what clients wrote.
+"""Logging of our processes below tritonserver: lines on stderr, as text or JSON, without texts of clients.
 
-The environment decides, so that all processes of a server do alike: `QUIRE_LOG_LEVEL`, `QUIRE_LOG_FORMAT` and
-`QUIRE_LOG_CONTENT`.
+Environment variables set it up, so that all processes of a server log alike: `QUIRE_LOG_LEVEL`,
+`QUIRE_LOG_FORMAT` and `QUIRE_LOG_CONTENT`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import TracebackType
 REQUEST_FIELDS = ("request_id", "external_id")
 """Fields of a log record, given by `extra=`, that name its request: our id, and the client's."""
 HARMLESS = (OSError, MemoryError)
-"""Exceptions whose texts are the system's."""
+"""Exceptions whose texts come from the system, and not from a client."""
 HARMLESS_MODULES = (
     *("torch", "triton", "zmq", "c_python_backend_utils"),
     *("quire_common.cache", "quire_common.host_memory", "quire_common.machine"),
@@ -32,10 +32,11 @@ MAX_TEXT = 2000
 
 
 def set_up(process: str) -> None:
-    """Logs of this process go to stderr from now on; raises ValueError where the environment is wrong.
+    """Sends the logs of this process to stderr from now on, uncaught exceptions included. Raises ValueError
+    if an environment variable is wrong.
 
     Args:
-        process: its name in each line.
+        process: name of the process in each line.
     """
     kind = os.environ.get("QUIRE_LOG_FORMAT") or "plain"
     if kind not in ("plain", "json"):
@@ -55,10 +56,10 @@ def _uncaught(error: BaseException | None) -> None:
 
 
 def shown_error(error: BaseException) -> str:
-    """An exception for a log line: its class, and its text where that cannot hold a client's.
+    """Returns an exception for a log line: its class, and its text if that cannot hold a client's text.
 
-    Texts of others' exceptions tend to repeat the value that was wrong, and that may be part of a prompt.
-    `QUIRE_LOG_CONTENT` shows them.
+    Texts of foreign exceptions tend to repeat the value that was wrong, which may be part of a prompt. If
+    `QUIRE_LOG_CONTENT` is set, they are shown too.
     """
     name = type(error).__name__
     if not (_is_harmless(error) or os.environ.get("QUIRE_LOG_CONTENT")):
@@ -80,7 +81,8 @@ def _is_harmless(error: BaseException) -> bool:
 
 
 def shown_traceback(error: BaseException | None) -> str:
-    """Where an exception was raised, and those that it came from; no local values, and texts as above."""
+    """Returns the tracebacks of an exception and of those that led to it, without local values. Texts are
+    shown as by `shown_error`."""
     parts: list[str] = []
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -146,5 +148,6 @@ class JsonFormatter(_Formatter):
 
 
 def _printable(line: str) -> str:
-    """A client's id must not begin a line of its own, nor hold what stderr cannot write."""
+    """Escapes characters that cannot be printed, so that a client's id neither begins a new line nor holds
+    what stderr cannot write."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

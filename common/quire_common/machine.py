@@ -1,9 +1,9 @@
 """Processors and memory that this process may use on the machine, within the limits of control groups.
 
-A container sees the whole machine in /proc. What it may take stands in its control group and in each one
-above that: one that takes more memory is killed, one with more threads than its quota stands still for part
-of every period, with its threads waiting for each other. Both versions of control groups are read, also where
-a machine has them side by side.
+A container sees the whole machine in /proc. Its limits are those of its control group and of each group above
+that. A container that takes more memory is killed. With more busy threads than its quota of processors, it
+stands still for part of every period, and its threads wait for each other. Both versions of control groups
+are read, also on a machine that has both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ ROOT = Path("/")
 
 
 def num_cpus(root: Path = ROOT) -> int:
-    """Processors for threads that compute: those of the affinity mask, no more than the quota pays for.
+    """Returns the number of processors for computing threads: those of the affinity mask, but no more than
+    each control group's quota, and at least 1.
 
-    A quota of two and a half is two: threads that share a step wait for the slowest.
+    A quota of two and a half counts as two, because threads that share a step wait for the slowest.
     """
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
@@ -38,9 +39,11 @@ def num_cpus(root: Path = ROOT) -> int:
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that can be taken without swapping or being killed: of the machine, and of each control group.
+    """Returns the bytes that can be taken without swapping or being killed: the least of what the machine and
+    each control group have left.
 
-    Files that a group has read or written count as its memory; what is on disk is given back on demand.
+    Files that a group has read or written count as its memory. Those that are also on disk count as left
+    here, because the kernel gives their memory back on demand.
     """
     available = int(psutil.virtual_memory().available)
     for group in _groups("memory", root):
@@ -56,7 +59,8 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the control groups this process is in, of every hierarchy with a controller, upwards."""
+    """Yields the folders of this process's control groups in every hierarchy with this controller, from its
+    own group upwards."""
     try:
         # Names of mount points are bytes.
         member = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
@@ -96,8 +100,9 @@ def _numbers(path: Path) -> tuple[float, ...]:
 
 
 def _clean_files(group: Path) -> int:
-    """Bytes of cached files that need not be written first, however recently they were used; files in memory
-    (tmpfs) and locked ones are none of them. Only this is sure to come back: nothing of the kernel's own."""
+    """Returns the bytes of a group's cached files that need not be written to disk first, however recently
+    they were used. Files in memory (tmpfs), locked files and the kernel's own memory do not count, because
+    they are not sure to be given back."""
     try:
         lines = (group / "memory.stat").read_text("utf-8").splitlines()
     except OSError:

@@ -1,8 +1,9 @@
 """A checkpoint's weight files and their tensors.
 
-Readers say where tensors lie, so that they can be read in parallel, and right into the memory that they are
-for. Pickles are memory-mapped, and read by `weights_only` after a look at what they ask for; whether they may
-be read at all is the caller's to decide.
+Readers of safetensors return where tensors lie, so that tensors can be read in parallel and straight into
+their final memory. Pickles are memory-mapped (except files from before torch 1.6) and loaded with
+`weights_only`, after a check of the names that they import. The caller decides whether pickles may be read at
+all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _DTYPES = {
 }
 """Types by their names in safetensors files."""
 _MAX_PICKLE = 2**23
-"""Bytes of the pickle that names a file's tensors: each takes some 250."""
+"""Most bytes of the pickle that names a file's tensors. Each tensor takes about 250."""
 _PICKLED = frozenset(
     (
         "collections OrderedDict",
@@ -73,7 +74,7 @@ _PICKLED = frozenset(
     )
 )
 """Names that the pickle of a state dictionary may import. Others that `weights_only` allows, such as
-bytearray, make as much memory as a number in the file says."""
+bytearray, allocate as much memory as a number in the file says."""
 
 
 class NamedTensor(NamedTuple):
@@ -81,22 +82,23 @@ class NamedTensor(NamedTuple):
 
     name: str
     tensor: torch.Tensor
-    """Its content. With an offset or a change it has type and shape only (on torch's "meta" device), and
-    `read` gives the content: a mapped file would be read page by page, and end the process if it is cut short
-    meanwhile."""
+    """Content of the tensor. With an offset or a change, only its type and shape (on torch's "meta" device);
+    `read` then returns the content. Content is not mapped: a mapped file would be read page by page, and
+    would end the process if it is cut short meanwhile."""
     file: Path
     offset: int | None = None
-    """Position in the file of the tensor's bytes (of `raw`'s, if given), if they lie as in memory; else
-    None."""
+    """Position in the file of the bytes of `tensor` (of `raw`, if given); None: they do not lie there as in
+    memory."""
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Function that makes the content from the bytes at `offset`. Without an offset it makes the content by
     itself, whatever its argument is. Type and shape of the bytes are the tensor's, unless `raw` states
     others. None: nothing is changed."""
     raw: torch.Tensor | None = None
-    """Type and shape of those bytes, on torch's "meta" device, where `change` makes others."""
+    """Type and shape of the bytes at `offset` (on torch's "meta" device), if they are not those of
+    `tensor`."""
 
     def read(self) -> torch.Tensor:
-        """The content, in memory.
+        """Returns the content, in memory.
 
         Raises:
             OSError: the file cannot be read, or has become shorter.
@@ -114,7 +116,7 @@ class NamedTensor(NamedTuple):
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Returns the memory of a contiguous tensor on the host."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
@@ -140,11 +142,11 @@ def everything(name: str) -> bool:
 def find_files(
     directory: Path, name: str, fail: Fail, wanted: Wanted = everything
 ) -> tuple[Path, tuple[Path, ...]] | None:
-    """(file to name in complaints, files) of `name` or of those of its shards that hold a wanted tensor; None
-    where neither is there.
+    """Finds the file `name`, or those of its shards that hold a wanted tensor. Returns (file to name in
+    errors, files found); None if there is neither the file nor an index of shards.
 
     Raises:
-        Exception: made by `fail`: the index is broken, or a shard is not there.
+        Exception: made by `fail`: the index is broken, or a shard is missing.
     """
     index, single = directory / f"{name}.index.json", directory / name
     if not index.exists():
@@ -172,7 +174,8 @@ def find_files(
 
 
 def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
-    """Wanted tensors of one file, in the order in which they lie there."""
+    """Yields the wanted tensors of one file, in the order in which they lie there. Raises the exception that
+    `fail` makes if the file is broken."""
     try:
         with safe_open(file, framework="pt") as reader:
             with file.open("rb") as stream:
@@ -196,7 +199,8 @@ def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Ite
 
 
 def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
-    """Wanted tensors of one .bin or .pt file; code in it is refused."""
+    """Yields the wanted tensors of one .bin or .pt file. Raises the exception that `fail` makes if the file
+    is broken, or holds code or anything but tensors."""
     try:
         mapped = _check_pickle(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -217,11 +221,11 @@ def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator
 
 
 def _check_pickle(file: Path) -> bool:
-    """Refuses what makes more of a file than its bytes. Says whether it is an archive, which can be mapped:
-    files of before torch 1.6 are none.
+    """Refuses a file that would unpack to more than its bytes, or that imports other names than tensors need.
+    Returns whether the file is an archive, which can be mapped; files from before torch 1.6 are not.
 
     Raises:
-        Exception: of many kinds; UnpicklingError: it names other things than tensors are made of.
+        UnpicklingError: the file imports other names. Other exceptions: the file is broken.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -244,7 +248,8 @@ def _check_pickle(file: Path) -> bool:
 
 
 def _check_names(stream: io.BytesIO) -> None:
-    """Looks at the pickles that a stream begins with, at most five: what old files have."""
+    """Raises UnpicklingError if a pickle in the stream imports a name that is not in _PICKLED. Up to five
+    pickles are read: old files begin with so many."""
     end = len(stream.getbuffer())
     for _ in range(5):
         for operation, value, _ in pickletools.genops(stream):

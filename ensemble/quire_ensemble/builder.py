@@ -90,7 +90,7 @@ config.pbtxt, a line on what it does, and the name of its class in `quire_ensemb
 
 
 def _python_model(role: str) -> str:
-    """Text of the model.py of a member, a subclass of ours."""
+    """Returns the text of a member's model.py, which subclasses our class for the role."""
     _, about, base = _MEMBERS[role]
     module = f"triton_{role}"
     lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
@@ -114,22 +114,23 @@ def build_repository(
     """Writes the model repository.
 
     Args:
-        checkpoint: Hugging Face directory with config.json and tokenizer files, or a .gguf file. Where it
-            already lies at its place in the repository it is left alone.
-        out: directory of the repository; made where missing. Other models in it are not touched.
+        checkpoint: Hugging Face directory with config.json and tokenizer files, or a .gguf file. A checkpoint
+            that already lies at its place in the repository stays there.
+        out: directory of the repository; made if missing. Other models in it are not touched.
         name_prefix: put before every model's name, so that several checkpoints share one repository.
         instance_count: frontends of the streaming generator (all serve one engine).
         placement: how the checkpoint gets into the repository: a symbolic link, a copy, or only its absolute
             path in the configuration.
         engine_options: keys of quire.json; the engine checks them when it loads.
-        generator_name: of the generator, for a repository that holds another one already.
+        generator_name: name of the generator, for a repository that already holds another one.
         force: overwrite files of models that exist.
 
     Returns:
         Files written, in the order of writing; the checkpoint's link or copy last.
 
     Raises:
-        BuildError: checkpoint incomplete, models exist already, or bad arguments. Nothing is written then.
+        BuildError: the checkpoint is incomplete, models exist already, or an argument is wrong. Nothing is
+            written then.
     """
     checkpoint, out = checkpoint.absolute(), out.absolute()
     options = dict(engine_options or {})
@@ -188,10 +189,11 @@ def build_repository(
 
 
 def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
-    """config.json of a checkpoint that a repository can be built for; empty of a .gguf file.
+    """Returns the config.json of a checkpoint that a repository can be built for; empty for a .gguf file.
 
     Raises:
-        BuildError: neither a directory nor a .gguf file, config.json missing or broken, no tokenizer.
+        BuildError: the checkpoint is neither a directory nor a .gguf file, its config.json is missing or
+            broken, or it has no tokenizer.
     """
     if checkpoint.is_file() and checkpoint.suffix == ".gguf":
         if "tokenizer.ggml.model" not in _open_gguf(checkpoint).metadata:
@@ -232,7 +234,7 @@ def has_chat_template(checkpoint: Path) -> bool:
     """Whether the checkpoint's files hold a chat template; looked up without loading the tokenizer.
 
     Raises:
-        BuildError: they are broken.
+        BuildError: the file that may hold the template is broken.
     """
     if checkpoint.is_file():
         return bool(_open_gguf(checkpoint).metadata.get("tokenizer.chat_template"))
@@ -243,7 +245,7 @@ def has_chat_template(checkpoint: Path) -> bool:
 
 
 def engine_file(model: str, options: Mapping[str, Any]) -> str:
-    """Text of a quire.json: the checkpoint's path, the spelled-out keys, then further options."""
+    """Returns the text of a quire.json: the checkpoint's path, the spelled-out keys, then further options."""
     lines: dict[str, Any] = {
         "//": "Engine of this model. Keys that begin with // are comments.",
         "//model": "Checkpoint directory or .gguf file; a relative path starts at this file's directory.",

@@ -35,7 +35,7 @@ class ChatFormat:
 
     @classmethod
     def from_conversation(cls, conversation: Conversation, prompt: str) -> ChatFormat:
-        """Facts of a conversation; `prompt`: the text rendered from it."""
+        """Makes the ChatFormat of a conversation. `prompt`: the text rendered from the conversation."""
         calls_none = conversation.tool_choice == "none"
         return cls(
             tools=[] if calls_none else conversation.tools or [],
@@ -59,10 +59,10 @@ class ChatFormat:
 
 
 def parse_chat_format(raw: bytes | str) -> ChatFormat:
-    """A ChatFormat of its JSON text; anybody may have written it.
+    """Parses the JSON text of a ChatFormat, which any client may have written.
 
     Raises:
-        InputError: names what is wrong.
+        InputError: the text is not JSON, or a value is wrong; the message names the value.
     """
     value = parse_json(FIELD, raw)
     if not isinstance(value, dict):

@@ -100,7 +100,7 @@ def _describe(config: Any) -> str:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Key and value of KEY=VALUE, where the value is JSON or else a text; raises click.BadParameter."""
+    """Parses KEY=VALUE. VALUE is JSON or, if it is not valid JSON, a text. Raises click.BadParameter."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise click.BadParameter(f"{text!r} must have the form KEY=VALUE")

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class EncoderCache:
-    """Least recently used arrays within a bound of bytes. For one thread.
+    """Cache of arrays with a bound on their bytes, which evicts the least recently used. For one thread.
 
     Only the arrays' own bytes count. What is stored is a read-only copy: an array cut from a batch's output
     would keep the whole batch in memory.
@@ -42,7 +42,7 @@ class EncoderCache:
     def put(self, key: str, value: np.ndarray) -> None:
         """Stores a copy of the array in place of the key's old one, if any.
 
-        One that is larger than `max_bytes` is not kept, and nothing is evicted for it.
+        An array larger than `max_bytes` is not kept, and no other entry is evicted for it.
         """
         old = self._entries.pop(key, None)
         if old is not None:

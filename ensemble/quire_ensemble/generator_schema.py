@@ -27,24 +27,24 @@ class TensorSpec:
     doc: str = ""
     """One line, rendered as a comment into config.pbtxt."""
     ensemble_name: str = ""
-    """Name of this tensor on the ensembles where it differs from `name`; see `on_ensemble`."""
+    """Name of this tensor on the ensembles; empty: the same as `name`. See `on_ensemble`."""
 
     @property
     def on_ensemble(self) -> str:
-        """Name on the ensembles: there inputs and outputs share one namespace."""
+        """Name on the ensembles, where inputs and outputs share one namespace."""
         return self.ensemble_name or self.name
 
     def input_config(self) -> dict[str, Any]:
-        """The dict that `auto_complete_model_config.add_input` takes."""
+        """Returns the argument of `auto_complete_model_config.add_input`."""
         return {**self.output_config(), "optional": self.optional}
 
     def output_config(self) -> dict[str, Any]:
-        """The dict that `auto_complete_model_config.add_output` takes."""
+        """Returns the argument of `auto_complete_model_config.add_output`."""
         return {"name": self.name, "data_type": self.datatype, "dims": list(self.dims)}
 
 
 MAX_PROMPTS = 256
-"""Prompts in one request."""
+"""Most prompts in one request."""
 
 PROMPT_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_input", "TYPE_STRING", (-1,), doc="Prompts as UTF-8 text; special tokens are added."),
@@ -70,8 +70,8 @@ IMAGE_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("image_spans", "TYPE_INT32", (-1, 2), doc="(first token, number of tokens) of each image."),
     TensorSpec("position_ids", "TYPE_INT32", (-1, -1), doc="[3, tokens] for models with M-RoPE, else empty."),
 )
-"""Images of a prompt given as `input_ids`, as the vision models of an ensemble make them. All without rows:
-no image."""
+"""Images of a prompt given as `input_ids`, as the vision models of an ensemble make them. If all have no
+rows, the prompt has no image."""
 
 CHAT_FORMAT = TensorSpec(
     "chat_format", "TYPE_STRING", doc="How to read an answer to messages: JSON of who tokenized them."
@@ -243,7 +243,7 @@ TENSORRT_LLM_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("embedding_bias_words", "TYPE_STRING", (-1,), doc="Words whose tokens have a bias."),
     TensorSpec("embedding_bias_weights", "TYPE_FP32", (-1,), doc="Bias of each of the words."),
 )
-"""TensorRT-LLM's names of inputs that are not ours too; what they mean stands in `quire.triton.dialects`."""
+"""Inputs of TensorRT-LLM whose names Quire does not have. `quire.triton.dialects` gives their meanings."""
 
 TENSORRT_LLM_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("sequence_index", "TYPE_INT32", doc="As index."),
@@ -254,11 +254,9 @@ TENSORRT_LLM_OUTPUTS: tuple[TensorSpec, ...] = (
 
 
 def inputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
-    """Inputs of a generator.
-
-    Args:
-        batched: whether its max_batch_size is above 0. Then every tensor has a first dimension more, the
-            batch, and the model takes TensorRT-LLM's requests, in which `stop` is a flag.
+    """Returns the inputs of a generator. Args: batched: whether its max_batch_size is above 0. Then every
+    tensor has one more dimension, the batch, before its dims, and the model accepts TensorRT-LLM's requests,
+    in which `stop` is a flag.
     """
     if not batched:
         return INPUTS
@@ -267,7 +265,8 @@ def inputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
 
 
 def outputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
-    """Outputs of a generator; `output_ids` of a batched one is [1, 1, n], as TensorRT-LLM's."""
+    """Returns the outputs of a generator. With a batch dimension, `output_ids` is [1, 1, n], as in
+    TensorRT-LLM."""
     if not batched:
         return OUTPUTS
     ours = (replace(spec, dims=(-1, -1)) if spec.name == "output_ids" else spec for spec in OUTPUTS)

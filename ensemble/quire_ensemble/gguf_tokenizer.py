@@ -1,8 +1,8 @@
-"""Tokenizers of GGUF files, which hold one as lists of tokens, with its chat template.
+"""Tokenizers of GGUF files. A file holds its tokenizer as lists of tokens, and a chat template.
 
-What a file does not hold is how texts are cut before tokens are merged: it names a rule
-(`tokenizer.ggml.pre`), and the rules are those of llama.cpp (src/llama-vocab.cpp), in the terms of Hugging
-Face's `tokenizers`. A rule that is not known is refused, as another one would give wrong tokens.
+A file does not hold the rule by which texts are cut before tokens are merged, but only the rule's name
+(`tokenizer.ggml.pre`). The rules here are those of llama.cpp (src/llama-vocab.cpp), in the terms of Hugging
+Face's `tokenizers`. An unknown rule is refused, because another one would give wrong tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (the GGUF specification's `tokenizer.ggml.token_type`)."""
 
 _MAX_SQUARES = 2**27
-"""Sum of the squares of tokens' lengths, for which their parts are looked for: what that takes of time, and
-of memory if all parts are tokens. The largest vocabularies have some 2**24."""
+"""Largest sum of the squares of the tokens' lengths. It bounds the time, and the memory, for looking up every
+pair of parts into which a token can be cut. The largest vocabularies have about 2**24."""
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +28,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """Words end where small letters do, and with an ending."""
+    """Returns the pattern of a rule that ends words after small letters. `ending`: pattern of what may follow
+    a word's letters; `digits`: pattern of numbers."""
     begin, rest = r"[^\r\n\p{L}\p{N}]?", _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
     return f"{begin}{_UPPER}*{_LOWER}+{ending}|{begin}{_UPPER}+{_LOWER}*{ending}|{digits}{rest}"
 
@@ -47,16 +48,18 @@ _RULES = {
     "tekken": "tekken",
     "gpt-4o": "gpt-4o",
 }
-"""Rule of each name that `tokenizer.ggml.pre` may have."""
+"""Rules by the names in `tokenizer.ggml.pre`."""
 _BEGIN_WITH_BOS = ("llama3", "tekken")
-"""Rules whose texts begin with BOS where the file does not say."""
+"""Rules with which texts begin with BOS, unless the file says otherwise. With the same rules, a word that is
+a token is not merged from parts."""
 
 
 def load_gguf_tokenizer(opened: GGUFFile) -> Any:
-    """The tokenizer in a GGUF file, as transformers' `PreTrainedTokenizerFast`, with its chat template.
+    """Returns the tokenizer in a GGUF file as transformers' `PreTrainedTokenizerFast`, with its chat
+    template.
 
     Raises:
-        TokenizerError: the tokenizer is broken, or of a kind that is not known; names the file.
+        TokenizerError: the tokenizer is broken or of an unknown kind; the message names the file.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -67,13 +70,14 @@ def load_gguf_tokenizer(opened: GGUFFile) -> Any:
 
 
 def gguf_tokenizer_json(opened: GGUFFile) -> str:
-    """The text of a tokenizer.json for the tokenizer in a GGUF file; raises TokenizerError."""
+    """Returns the text of a tokenizer.json for the tokenizer in a GGUF file; raises TokenizerError."""
     text: str = _read(opened)[0].to_str()
     return text
 
 
 def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
-    """The tokenizer (of `tokenizers`), its special tokens by transformers' names, and the chat template."""
+    """Returns the tokenizer (of `tokenizers`), its special tokens by transformers' names, and the chat
+    template."""
     file = opened.path
     try:
         values = {
@@ -145,7 +149,8 @@ def _byte_level(file: Path, values: dict[str, Any]) -> Any:
 
 
 def _sentencepiece(values: dict[str, Any]) -> Any:
-    """A model of SentencePiece's BPE: pairs merge in the order of the scores of what they make."""
+    """Makes the tokenizer of a SentencePiece BPE model, in which the pair whose merged token has the highest
+    score merges first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, scores = values["tokens"], values["scores"]
@@ -181,7 +186,8 @@ def _sentencepiece(values: dict[str, Any]) -> Any:
 
 
 def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
-    """Tells the tokenizer which of its tokens are never merged from a text's characters."""
+    """Adds the control and user-defined tokens to the tokenizer. They are found as wholes in a text, and
+    never merged from its characters."""
     from tokenizers import AddedToken
 
     added = [
@@ -193,7 +199,8 @@ def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
 
 
 def _begin_and_end(tokenizer: Any, values: dict[str, Any], special: dict[str, str]) -> None:
-    """Puts BOS and EOS around texts, where the file asks for it."""
+    """Makes the tokenizer put BOS before and EOS after texts, if the file asks for them or, for BOS, if the
+    file is silent and its kind or rule does so by default."""
     from tokenizers import processors
 
     begins = values["model"] == "llama" or _RULES.get(values.get("pre", "")) in _BEGIN_WITH_BOS

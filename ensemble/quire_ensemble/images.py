@@ -23,22 +23,24 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-"""All that is accepted, and the first frame of those that move. Pillow decodes these by compiled code; runs
-of BMP, and much of what it reads besides, it decodes in Python, where a small file takes seconds."""
+"""Accepted formats. Pillow decodes them in compiled code. It decodes runs in BMP files, and many other
+formats, in Python, where a small file may take seconds."""
 _REFUSED = {b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"\0\0\1\0": "ICO"}
-"""First bytes of other formats, to be named in errors."""
+"""Names of other formats for errors, by their first bytes."""
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 """Pixel formats that have a faithful RGB form. Not 16-bit grey (I;16), which Pillow clips to white."""
 PILLOW_MAX_PIXELS = 178_956_970
-"""Images above this are refused by Pillow itself."""
+"""Most pixels of an image. Pillow itself refuses larger ones."""
 
 MAX_SCANS = 100
-"""Scans of a JPEG file. Each is a pass over all pixels, however few bytes it has; encoders make a dozen."""
+"""Most scans of a JPEG file. Each is a pass over all pixels, however few bytes it has; encoders make about a
+dozen."""
 MAX_HEADER_READS = 4096
-"""Reads of Pillow until it knows the size: four for each segment of a JPEG file (a large profile or XMP has
-hundreds of them), two for each block of a GIF comment."""
+"""Most reads by Pillow until it knows the size of an image: four for each segment of a JPEG file (a large
+profile or XMP has hundreds of them), two for each block of a GIF comment."""
 _BYTES_PER_READ = 64
-"""Least that a read brings on average while pixels are decoded, in files that are not tiny."""
+"""Fewest bytes per read, on average, while the pixels of a file are decoded. Reads of the header, up to
+MAX_HEADER_READS, are allowed in addition."""
 
 _SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a", re.DOTALL)
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -61,8 +63,8 @@ class ImageLimits:
     """Limits of one request.
 
     max_image_bytes: encoded size of one image, before base64.
-    max_image_pixels: width times height of one image. As many pixels are worked on at a time, those of all
-        requests together, at about 20 bytes each.
+    max_image_pixels: width times height of one image. It also bounds the pixels of all requests together that
+        are processed at a time, at about 20 bytes each.
     max_images: images in one prompt.
     max_request_bytes: encoded size of all images of a request.
     max_request_pixels: pixels of all images of a request, each counted before or after scaling, whichever is
@@ -98,14 +100,15 @@ class EncodedImage:
     """Name of the field in errors."""
 
     def decode(self) -> Image:
-        """The image, upright, in one of MODES.
+        """Decodes and returns the image, upright, in one of MODES.
 
         The EXIF orientation is applied, as transformers does where it loads an encoded image itself
-        (`load_image`); its image processors get decoded images and know nothing of it. Of an animation, the
-        first frame.
+        (`load_image`); its image processors get decoded images and know nothing of it. Of an animation, only
+        the first frame is decoded.
 
         Raises:
-            InputError: another format or mode, truncated or damaged, or larger than its header said.
+            InputError: the image has another mode, is truncated or damaged, or has another size than its
+                header said.
         """
         from PIL import Image as pil
 
@@ -129,15 +132,15 @@ class EncodedImage:
 
 
 def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImage:
-    """An image of a request, of which nothing but the header was looked at.
+    """Reads the header of an image of a request, and checks its size. No pixels are decoded.
 
     Args:
         raw: the bytes of a file of FORMATS, base64 text of them, or a `data:` URL with base64.
-        index: of the image in its prompt, for errors.
+        index: number of the image in its prompt, for errors.
 
     Raises:
-        InputError: of field `image[index]`: a limit (named with its value) is exceeded, a URL that would have
-            to be fetched, bad base64, not an image, or of another format.
+        InputError: of field `image[index]`: a limit is exceeded (the message names it with its value), `raw`
+            is a URL that would have to be fetched, the base64 is wrong, or `raw` is not an image of FORMATS.
     """
     field = f"image[{index}]"
     encoded = _encoded_bytes(raw, field, limits)
@@ -158,8 +161,9 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
 
 
 class _BoundedFile(BytesIO):
-    """An image file of which a bounded number of parts is read: Pillow reads each of them in Python and keeps
-    it (joining EXIF data anew with each of its parts), so that many tiny ones take minutes."""
+    """An image file that allows a bounded number of reads, and raises InputError after them. Pillow reads
+    each part of a file in Python and keeps it (joining EXIF data anew with each part), so many tiny parts
+    would take minutes."""
 
     def __init__(self, encoded: bytes, field: str) -> None:
         super().__init__(encoded)
@@ -194,13 +198,13 @@ def _open(file: _BoundedFile, max_pixels: int = PILLOW_MAX_PIXELS) -> Any:
 
 
 def split_pixels(pixels: np.ndarray, limits: ImageLimits) -> list[Image]:
-    """The images (mode RGB) of an array.
+    """Returns the images (mode RGB) in an array.
 
     Args:
         pixels: uint8 [n, height, width, 3].
 
     Raises:
-        InputError: of field `image_pixels`: another type or shape, or more pixels than allowed.
+        InputError: the type or shape is wrong, or there are more images or pixels than allowed.
     """
     from PIL import Image as pil
 
@@ -252,8 +256,8 @@ def _encoded_bytes(raw: bytes | str, field: str, limits: ImageLimits) -> bytes:
 
 
 def _base64_text(data: bytes, field: str) -> bytes:
-    """The base64 text in the data: all of it, or what follows the header of a data URL. Raises InputError for
-    a malformed data URL, and for any other URL."""
+    """Returns the base64 text in the data: all of it, or what follows the header of a data URL. Raises
+    InputError for a malformed data URL, and for any other URL."""
     if data[:5].lower() == b"data:":
         header, comma, _ = data[:_DATA_HEADER].partition(b",")
         if not comma or not header.lower().endswith(b";base64"):
@@ -292,13 +296,14 @@ def _decode_base64(text: bytes, field: str, limits: ImageLimits) -> bytes:
 
 
 def _beginning(data: bytes) -> str:
-    """A description of data of no known format: a format that is not supported, or the first bytes."""
+    """Describes data of no known format for an error: by the name of a format that is not supported, or by
+    the first bytes."""
     named = [name for magic, name in _REFUSED.items() if data.startswith(magic)]
     return f"{named[0]} is not supported" if named else f"it begins with {data[:8]!r}"
 
 
 def _webp_canvas(encoded: bytes) -> tuple[int, int] | None:
-    """Width and height that the header of a WebP file states; None for other files."""
+    """Returns the width and height that the header of a WebP file states; None for other files."""
     if encoded[:4] != b"RIFF" or len(encoded) < 30:
         return None
     chunk = encoded[12:16]

@@ -21,10 +21,11 @@ FIELD = "messages"
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 2**19
-"""JSON of all tools: it goes along with the prompt to the generator, which parses it again."""
+"""Most characters of the JSON of all tools. This JSON goes with the prompt to the generator, which parses it
+again."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_BYTES = 16 * 2**20
-"""Longest JSON text, unless a caller has reason for another limit."""
+"""Most bytes of the JSON text, unless a caller gives another limit."""
 
 _OBJECT_KEYS = (
     "messages",
@@ -48,7 +49,7 @@ class Conversation:
     add_generation_prompt: bool = True
     """Whether the template ends the prompt with the start of an answer."""
     continue_final_message: bool = False
-    """Whether the answer goes on where the last message ends, which is left open."""
+    """Whether the answer continues the last message, which the template leaves open."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tool_choice: str = "auto"
     """auto, none, required, or "function:NAME"."""
@@ -64,11 +65,9 @@ def parse_conversation(
     Args:
         raw: the JSON text.
         allow_images: whether content may hold image parts (see `split_images`).
-        max_bytes: longest JSON text.
-
-    Raises:
-        InputError: too long, invalid UTF-8 or JSON (with the position), nested too deeply, or a value of the
-            wrong shape (with its path).
+        max_bytes: most bytes of the JSON text. Raises:
+        InputError: the text is too long, not UTF-8 or not JSON (with the position), nested too deeply, or a
+            value has the wrong shape (with its path).
     """
     value = parse_json(FIELD, raw, max_bytes=max_bytes)
     if isinstance(value, list):
@@ -110,10 +109,10 @@ def _flag(value: Mapping[str, Any], name: str) -> bool | None:
 
 
 def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, Any]]:
-    """Returns `value` as messages.
+    """Checks messages, and returns them unchanged.
 
     `role` must be a string; `content` a string or a list of `{"type": "text", "text": ...}` parts (and image
-    parts, where they are allowed), and may be null or absent where `tool_calls` stand in for it. Other keys
+    parts, where they are allowed), and may be null or absent if the message has `tool_calls`. Other keys
     (name, tool_call_id, ...) belong to the template and pass unchanged.
 
     Raises:
@@ -146,12 +145,12 @@ def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, 
 
 
 def check_tools(value: Any, field: str = FIELD) -> list[dict[str, Any]] | None:
-    """Returns `value` as tools in OpenAI's form, passed to the template unchanged; None for null.
+    """Checks tools in OpenAI's form, and returns them unchanged; None for null.
 
     Raises:
-        InputError: of `field`: not a list of `{"type": "function", "function": {"name": ...}}`, a name that
-            is there twice or is not of up to 64 letters, digits and `_.-`, parameters that are no object, or
-            more than MAX_TOOLS or MAX_TOOLS_BYTES.
+        InputError: of `field`: the value is not a list of `{"type": "function", "function": {"name": ...}}`,
+            a name occurs twice or is not of 1 to 64 letters, digits and `_.-`, parameters are not a schema of
+            type object, or there are more than MAX_TOOLS tools or MAX_TOOLS_BYTES characters.
     """
     if value is None:
         return None
@@ -190,10 +189,11 @@ def check_tools(value: Any, field: str = FIELD) -> list[dict[str, Any]] | None:
 
 
 def check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]], field: str = FIELD) -> str:
-    """auto, none, required or "function:NAME"; auto for null.
+    """Returns the tool choice as auto, none, required or "function:NAME"; auto for null.
 
     Raises:
-        InputError: of `field`: none of these, or a call is required and the tool, or any, is missing.
+        InputError: of `field`: the value is none of these, or it requires a call and the named tool, or any
+            tool, is missing.
     """
     if value is None or value in ("auto", "none"):
         return value or "auto"
@@ -215,7 +215,8 @@ def check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]], field: str
 
 
 def check_response_format(value: Any, field: str = FIELD) -> dict[str, Any] | None:
-    """OpenAI's response_format: an object with a `type`; None for null. The generator judges the rest."""
+    """Checks that OpenAI's response_format is an object with a known `type`, and returns it unchanged; None
+    for null. The generator checks the rest. Raises InputError."""
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
@@ -224,8 +225,8 @@ def check_response_format(value: Any, field: str = FIELD) -> dict[str, Any] | No
 
 
 def join_text_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of checked messages with lists of text parts joined by a line feed, for templates that expect
-    strings only. Lists with image parts stay as they are."""
+    """Returns copies of checked messages with lists of text parts joined by line feeds, for templates that
+    read strings only. Lists with image parts stay as they are."""
 
     def join(parts: list[Any]) -> Any:
         if any(part["type"] != "text" for part in parts):
@@ -236,19 +237,20 @@ def join_text_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def wrap_strings(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of checked messages with every string as a list of one text part, for templates that read lists
-    only."""
+    """Returns copies of checked messages with every string as a list of one text part, for templates that
+    read lists only."""
     return _with_contents(messages, str, lambda text: [{"type": "text", "text": text}])
 
 
 def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
-    """Copies of checked messages in which the arguments of earlier calls are what a template reads.
+    """Returns copies of checked messages in which the arguments of earlier calls have the form that a
+    template reads.
 
-    Clients of OpenAI's interface send them as JSON text, most templates write the JSON of an object. A text
-    that holds no JSON object stays one; an empty one means no arguments.
+    Clients of OpenAI's interface send arguments as JSON text, but most templates expect an object and write
+    its JSON. A text that holds no JSON object stays a text. An empty text becomes an empty object.
 
     Args:
-        as_text: whether the template reads JSON text.
+        as_text: whether the template reads JSON text; False: it reads an object.
     """
 
     def change(arguments: Any) -> Any:
@@ -287,7 +289,8 @@ def without_empty_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 
 def with_empty_contents(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of messages with an empty text where there is no content, for templates that read it always."""
+    """Returns copies of messages with an empty text where there is no content, for templates that always read
+    the content."""
     return [
         {**message, "content": ""} if message.get("content") is None else dict(message)
         for message in messages
@@ -295,7 +298,7 @@ def with_empty_contents(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """Takes the images out of checked messages.
+    """Separates the images from checked messages.
 
     Known are `{"type": "image"}`, `{"type": "image", "image": DATA}`, `{"type": "image_url"}` and
     `{"type": "image_url", "image_url": DATA}` or `{..., "image_url": {"url": DATA}}`, where DATA is base64
@@ -303,8 +306,8 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
     the checkpoint's processor decides on the resolution.
 
     Returns:
-        Copies of the messages, every image part being `{"type": "image"}`, and the DATA of each in order;
-        None where a part carries none: it stands for the next image of the request's tensor.
+        Copies of the messages in which every image part is `{"type": "image"}`, and the DATA of each image
+        part in order. None: the part has no DATA, and stands for the next image of the request's tensor.
     """
     found: list[str | None] = []
 
@@ -316,8 +319,8 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
 
 
 def join_images(messages: Sequence[Mapping[str, Any]], placeholder: str) -> list[dict[str, Any]]:
-    """Copies of `split_images`' messages with a line of placeholder text for each image before the text of
-    its message, for templates that do not know image parts."""
+    """Returns copies of the messages from `split_images` with a line of placeholder text for each image
+    before the text of its message, for templates that do not know image parts."""
 
     def join(parts: list[Any]) -> Any:
         texts = [part["text"] for part in parts if part["type"] == "text"]
@@ -330,7 +333,7 @@ def join_images(messages: Sequence[Mapping[str, Any]], placeholder: str) -> list
 def _with_contents(
     messages: Sequence[Mapping[str, Any]], of_type: type, change: Callable[[Any], Any]
 ) -> list[dict[str, Any]]:
-    """Copies of messages in which each content of a type is changed."""
+    """Returns copies of messages in which `change` is applied to each content of type `of_type`."""
     copies = [dict(message) for message in messages]
     for copy in copies:
         if isinstance(copy.get("content"), of_type):

@@ -10,16 +10,18 @@ import numpy as np
 def mrope_positions(
     length: int, spans: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]], merge: int
 ) -> np.ndarray:
-    """Positions, int32 [3, length]: time, height, width; as `get_rope_index` of Qwen2-VL and 2.5-VL.
+    """Returns the positions, int32 [3, length]: time, height, width; as `get_rope_index` of Qwen2-VL and
+    2.5-VL.
 
-    A text token's three positions are equal and follow on from the one before. The rows of an image begin at
-    one position and count their time, row and column from it; the text behind goes on after the longer side.
+    A text token has the same position on all axes: the next one. The rows of an image add their time, row and
+    column to the next position. The text after an image continues at that position plus the rows of the
+    image's longer side.
 
     Args:
-        length: of the prompt with expanded placeholders.
+        length: tokens of the prompt with expanded placeholders.
         spans: first token and number of tokens of each image, in order.
         grids: time, height, width in patches of each image.
-        merge: patches of a side that make one row.
+        merge: patches along a side that make one row.
     """
     positions = np.empty((3, length), dtype=np.int32)
     done = position = 0

@@ -42,12 +42,12 @@ _PASSED_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in INPUTS if s.name not i
 
 
 def quote(text: str) -> str:
-    """A string literal of protobuf's text format."""
+    """Returns a text as a string literal of protobuf's text format."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def generator_config(name: str, *, decoupled: bool, instance_count: int) -> str:
-    """config.pbtxt of a generator; `decoupled` false gives the one-response variant."""
+    """Returns the config.pbtxt of a generator; `decoupled` false gives the one-response variant."""
     if decoupled:
         about = (
             "Generates text for a prompt given as text, chat messages or token ids, and streams it:",
@@ -80,7 +80,8 @@ def generator_config(name: str, *, decoupled: bool, instance_count: int) -> str:
 
 
 def tokenizer_config(name: str, *, checkpoint: str) -> str:
-    """config.pbtxt of the tokenizer; `checkpoint` is absolute or relative to the model's directory."""
+    """Returns the config.pbtxt of the tokenizer; `checkpoint` is absolute or relative to the model's
+    directory."""
     about = (
         "Turns a text, or chat messages by the checkpoint's chat template, into token ids. Those that come",
         "while others are worked on go together; a long one is worked on beside the short ones.",
@@ -89,7 +90,7 @@ def tokenizer_config(name: str, *, checkpoint: str) -> str:
 
 
 def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
-    """config.pbtxt of the vision preprocessor; `checkpoint` as for the tokenizer."""
+    """Returns the config.pbtxt of the vision preprocessor; `checkpoint` as for the tokenizer."""
     about = (
         "Turns chat messages with images (or a text with placeholders) into token ids and pixels, by the",
         "checkpoint's chat template and image processor. Images come in `image` or `image_pixels`, or",
@@ -110,7 +111,7 @@ def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
 
 
 def _prompt_config(role: str, name: str, checkpoint: str, about: Sequence[str], *parameters: str) -> str:
-    """config.pbtxt of the model that an ensemble begins with."""
+    """Returns the config.pbtxt of the model that an ensemble begins with."""
     inputs, outputs = TENSORS[role]
     return _join(
         _comment(*about),
@@ -136,7 +137,7 @@ def _prompt_config(role: str, name: str, checkpoint: str, about: Sequence[str], 
 
 
 def vision_encoder_config(name: str, *, checkpoint: str) -> str:
-    """config.pbtxt of the vision encoder; `checkpoint` as for the tokenizer."""
+    """Returns the config.pbtxt of the vision encoder; `checkpoint` as for the tokenizer."""
     return _join(
         _comment(
             "Turns pixels into embeddings: the checkpoint's vision tower and projector. Images of several",
@@ -164,10 +165,10 @@ def vision_encoder_config(name: str, *, checkpoint: str) -> str:
 
 
 def ensemble_config(name: str, *, before: Mapping[str, str], generator: str, decoupled: bool) -> str:
-    """config.pbtxt of an ensemble.
+    """Returns the config.pbtxt of an ensemble.
 
     Args:
-        name: of the ensemble.
+        name: name of the ensemble.
         before: names of the models before the generator, in their order, by role (see `TENSORS`).
         generator: name of the last step.
         decoupled: whether the generator streams.
@@ -219,7 +220,7 @@ def ensemble_config(name: str, *, before: Mapping[str, str], generator: str, dec
 
 
 def _inside(name: str) -> str:
-    """The name within an ensemble of a tensor that one of its models gives to the next."""
+    """Returns the name, within an ensemble, of a tensor that goes from one of its models to the next."""
     return "prompt_token_ids" if name == "input_ids" else name
 
 

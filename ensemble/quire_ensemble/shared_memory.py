@@ -11,15 +11,16 @@ _MARGIN_BYTES = 8 * 1024
 """Most bytes of shared memory that a response needs beside its content."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
-"""Pauses before each further try to end a request where there was no room for its end."""
+"""Pauses, in seconds, before each further try to end a request whose end found no room."""
 
 
 def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
-    """Raises if Triton has no shared memory for a response of `num_bytes` bytes.
+    """Raises an exception if Triton has no shared memory for a response of `num_bytes` bytes.
 
-    A `send` with FINAL that finds none closes the sender and delivers nothing, and its client waits for ever.
-    There is no call for that. This one writes its arguments into the memory that responses go through, and is
-    of no effect otherwise: there is no model of such a name. The version is 0, at length.
+    A `send` with FINAL that finds no room closes the sender and delivers nothing, so its client waits for
+    ever. Triton has no call that asks for room. `is_model_ready` writes its arguments into the memory that
+    responses go through, and has no other effect here: no model has this name. The version is a row of zeros
+    as long as the response.
     """
     try:
         pb_utils.is_model_ready(".", "0" * (num_bytes + _MARGIN_BYTES))

@@ -1,9 +1,11 @@
-"""Bounds on what a chat template takes: it is a program of the checkpoint, run on what clients send.
+"""Bounds on the text, time and memory of chat templates. A template is a program of the checkpoint that runs
+on data of clients.
 
 Text: a template may write each tool once per message, and `tojson(indent=4)` puts every value of deep JSON on
-a line of its own behind hundreds of spaces. So rendering ends as soon as there is more than is allowed. Time:
-each turn of a loop and each call of a macro looks at the clock. Memory: Jinja's sandbox bounds `range`, and
-here what operators make is bounded too; filters and methods are not (`limited_memory` is for these).
+a line of its own behind hundreds of spaces. So rendering ends as soon as there is more text than allowed.
+Time: each turn of a loop and each call of a macro looks at the clock. Memory: Jinja's sandbox bounds `range`,
+and this module bounds the results of operators. Results of filters and methods are not bounded;
+`limited_memory` is for these.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from jinja2.visitor import NodeTransformer
 from quire_common.errors import InputError
 
 MAX_S = 5.0
-"""Seconds of CPU for rendering."""
+"""Most seconds of CPU time for rendering."""
 MAX_MADE = 2**24
-"""Characters or entries of what an operator makes, or bits of a number."""
+"""Most characters or entries of an operator's result, or bits of a number."""
 MAX_MEMORY = 2**31
-"""Bytes that a process may grow by in `limited_memory`."""
+"""Most bytes by which a process may grow in `limited_memory`."""
 
 
 class _Bounds(NamedTuple):
@@ -49,8 +51,9 @@ _bounds: ContextVar[_Bounds] = ContextVar("bounds", default=_NONE)
 
 @contextmanager
 def bounded(field: str, max_characters: int) -> Iterator[None]:
-    """Context in which transformers' renderer raises InputError of `field` where a template writes more than
-    `max_characters`, in all or as one JSON text; TimeoutError beyond MAX_S, MemoryError beyond MAX_MADE."""
+    """Context manager that bounds transformers' renderer. The renderer raises InputError of `field` if a
+    template writes more than `max_characters`, in all or as one JSON text; TimeoutError after MAX_S; and
+    MemoryError if an operator's result exceeds MAX_MADE."""
     from transformers.utils import chat_template_utils
 
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
@@ -63,8 +66,8 @@ def bounded(field: str, max_characters: int) -> Iterator[None]:
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Context in which a process that takes MAX_MEMORY more than it has gets MemoryError: all its threads, so
-    it is for the time before there are requests."""
+    """Context manager in which this process gets MemoryError if its memory grows by more than MAX_MEMORY. The
+    limit applies to all threads, so it is for the time before there are requests."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY
@@ -100,7 +103,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concatenated(*parts: Any) -> str:
-        """The text that the operator ~ makes of its operands; InputError: longer than `bounded` allows."""
+        """Returns the text that the operator ~ makes of its operands. Raises InputError if it is longer than
+        `bounded` allows."""
         return _joined(map(str, parts))
 
     @staticmethod
@@ -112,12 +116,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _in_context(_: Any, value: Any) -> Any:
-    """The value. What a function wants a context for is not computed before there is one."""
+    """Returns the value. Jinja does not call this function, which asks for a context, while it compiles a
+    template."""
     return value
 
 
 class _Bounding(NodeTransformer):
-    """Puts calls of the environment's own methods into a template."""
+    """Changes a template: each body of a loop, macro or block begins with a call of `look_at_clock`, and
+    `concatenated` replaces the operator ~."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""TextLimits: how long a prompt may be that the models before the generator take."""
+"""TextLimits: limits on the length of prompts, for the models before the generator."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class TextLimits:
     too many tokens."""
 
     max_prompt_bytes: int = chat.MAX_BYTES
-    """Longest text_input or messages."""
+    """Most bytes of text_input or messages."""
     max_model_len: int | None = None
-    """Texts that become more tokens than this for certain are refused; None: the length is not known."""
+    """Most tokens of a sequence. A text that certainly has more is refused; None: the limit is not known."""
 
     def encode(self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None) -> list[int]:
-        """Token ids of the one of the two that is given; InputError where both or none are."""
+        """Returns the token ids of `text` or of `messages`. Raises InputError if both or none are given."""
         return self.encode_chat(tokenizer, text, messages)[0]
 
     def encode_chat(
         self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None
     ) -> tuple[list[int], ChatFormat | None]:
-        """Token ids as from `encode`, and the ChatFormat of messages, for the generator; None for a text."""
+        """Returns the token ids as `encode` does, and the ChatFormat of messages for the generator; None for
+        a text."""
         if text is not None and messages is not None:
             raise InputError("text_input, messages", "exactly one is allowed, both are given")
         if text is not None:
@@ -49,7 +50,7 @@ class TextLimits:
 
 
 def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
-    """The limits that a model's parameters state; `max_model_len` is the checkpoint's own where none does.
+    """Returns the limits that a model's parameters state. By default, `max_model_len` is the checkpoint's.
 
     Raises:
         ParameterError: a value is no integer of at least 1.
@@ -59,7 +60,8 @@ def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
 
 
 def _longest_sequence(checkpoint: Path) -> int | None:
-    """`max_position_embeddings` of config.json; None where there is none, as beside a tokenizer alone."""
+    """Returns `max_position_embeddings` of config.json; None if there is none, as in a directory with a
+    tokenizer alone."""
     try:
         config = json.loads((checkpoint / "config.json").read_text("utf-8"))
         found = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""Tokenizer: text or chat messages to token ids, by the files of a Hugging Face checkpoint.
+"""Tokenizer: turns text or chat messages into token ids, by the files of a checkpoint.
 
 One code path for both callers: the `tokenizer` model of an ensemble and the generator's frontend. Nothing of
 transformers is imported until a tokenizer is loaded. Neither code from the checkpoint nor the network is
@@ -36,12 +36,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Files of which a checkpoint with a tokenizer has at least one."""
+"""A checkpoint directory with a tokenizer has at least one of these files."""
 
 _CHARACTERS_PER_TOKEN = 4
-"""A text with fewer for each token that is allowed is tokenized at once: most such texts fit."""
+"""A text with at most so many characters for each allowed token is tokenized at once: most such texts fit."""
 _PIECE = 2**16
-"""Characters of a longer text that are tokenized at a time, to see whether it can fit."""
+"""Fewest characters of a longer text that are tokenized at a time, to see whether the text can fit."""
 
 _PROBE, _ARGUMENT, _TOOL = "part-probe", "argument-probe", "tool-probe"
 _PROBE_TOOL = {
@@ -53,9 +53,9 @@ _PROBE_TOOL = {
 def forbid_torch() -> None:
     """Makes `import torch` fail in this process, for processes that only tokenize.
 
-    transformers imports torch wherever it finds it, although tokenizers need none of it; without torch a
-    tokenizer process takes a third of the time to start and a quarter of the memory. Does nothing where
-    torch is imported already. Call it before the first `Tokenizer`.
+    transformers imports torch wherever it finds it, although tokenizers do not need torch. Without torch a
+    tokenizer process takes a third of the time to start and a quarter of the memory. Does nothing if torch is
+    imported already. Call it before the first `Tokenizer`.
     """
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -91,8 +91,8 @@ class Tokenizer:
             self.hf.chat_template = _processor_template(self.path)
 
     def warm_up(self) -> None:
-        """Does what is done once, such as to compile the template, so that no request waits for it. To be
-        called before there are requests.
+        """Does one-time work, such as compiling the template, so that no request waits for it. Call this
+        before there are requests.
 
         Raises:
             TokenizerError: the chat template takes more time or memory than it may.
@@ -116,10 +116,11 @@ class Tokenizer:
 
     @classmethod
     def find(cls, named: str, own: str | Path) -> Tokenizer | None:
-        """The tokenizer in the directory `named`; where that is empty the checkpoint's own, if it has one.
+        """Returns the tokenizer of the checkpoint `named`. If `named` is empty, returns that of `own`, or
+        None if `own` has none.
 
         Raises:
-            TokenizerError: there is none in `named`, or it cannot be loaded.
+            TokenizerError: `named` has no tokenizer, or the tokenizer cannot be loaded.
         """
         return cls(named or own) if named or cls.exists(own) else None
 
@@ -131,30 +132,32 @@ class Tokenizer:
         field: str = "text_input",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
         Args:
             text: any text; may be empty.
             add_special_tokens: whether the tokenizer adds its BOS and the like.
-            field: input named in errors.
-            max_tokens: a text of far more is refused as soon as this is clear, so that it takes no more time
-                and memory than one that fits; one of some more may still come out.
+            field: name of the input for errors.
+            max_tokens: a text with far more tokens is refused as soon as that is clear, so that it takes no
+                more time and memory than a text that fits. A text with a few more may still be returned.
+                None: no limit.
 
         Raises:
-            InputError: too long, or the text holds an unpaired surrogate (JSON can spell one), which has
-                no UTF-8 form.
+            InputError: the text is too long, the tokenizer gives up on it, or it holds an unpaired surrogate
+                (JSON can spell one), which has no UTF-8 form.
         """
         if max_tokens is not None and len(text) > max(_CHARACTERS_PER_TOKEN * max_tokens, _PIECE):
             self._check_pieces(field, text, max_tokens)
         return self._ids(field, text, add_special_tokens)
 
     def _check_pieces(self, field: str, text: str, max_tokens: int) -> None:
-        """Raises InputError where the first pieces of a text show that all of it has more than `max_tokens`.
+        """Raises InputError if the first pieces of a text show that the whole text has more than
+        `max_tokens`.
 
-        What lies in different pieces has an effect on each other near the cut only: there a token of the
-        whole text may be many, and a few beside it are other ones. So a piece counts for three quarters of
-        its tokens less one of the longest, and no text that fits is refused. (One of BERT's could be, of
-        words of more than 100 characters at each cut and next to nothing between them.)
+        A cut changes tokens only near itself: one token of the whole text may become many there, and a few
+        tokens beside it may differ. So a piece counts as three quarters of its tokens, less the length of the
+        longest token, and no text that fits is refused. (An exception is possible with BERT's tokenizers: a
+        text with words of more than 100 characters at each cut, and next to nothing between them.)
         """
         _refuse_surrogates(field, text)
         counted = text
@@ -172,15 +175,15 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token, or more: a name may spell a byte with two. At least the 100 characters
-        of the longest word that BERT's tokenizers know: a longer one is one token."""
+        """Upper bound of the bytes of the longest token (a token's name may spell one byte with two). It is
+        at least 100, because BERT's tokenizers make a word of more than 100 characters one token."""
         return max(100, max(len(name.encode("utf-8", "replace")) for name in self.hf.get_vocab()))
 
     @functools.cached_property
     def _fast(self) -> Any:
-        """The tokenizer in Rust that `hf` calls, where `hf` does nothing else. Called directly it costs half,
-        since `hf` asks for the place of each token too. None: the tokenizer is written in Python, wholly or
-        in part."""
+        """The tokenizer in Rust that `hf` calls, if `hf` does nothing else. A direct call costs half, because
+        `hf` also asks for the place of each token. None: the tokenizer is written in Python, wholly or in
+        part."""
         from transformers import PreTrainedTokenizerFast
 
         own = (getattr(type(self.hf), name, None) for name in ("__call__", "_encode_plus"))
@@ -189,7 +192,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _stripping(self) -> re.Pattern[str] | None:
-        """Finds the added tokens that swallow spaces; None: there are none."""
+        """Pattern of the added tokens that swallow the spaces beside them; None: there are none."""
         added = self.hf.added_tokens_decoder.values()
         names = [re.escape(token.content) for token in added if token.lstrip or token.rstrip]
         return re.compile(f"({'|'.join(names)})", re.IGNORECASE) if names else None
@@ -217,10 +220,11 @@ class Tokenizer:
         return list(encoded["input_ids"])
 
     def encode_bytes(self, field: str, raw: bytes, *, max_tokens: int | None = None) -> list[int]:
-        """Token ids of an input tensor's element, special tokens added.
+        """Returns the token ids of an input tensor's element, with special tokens.
 
         Raises:
-            InputError: empty, far longer than `max_tokens`, or invalid UTF-8 (with the byte offset).
+            InputError: the element is empty, far longer than `max_tokens`, or not UTF-8 (with the byte
+                offset).
         """
         text = decode_utf8(field, raw)
         if not text:
@@ -228,16 +232,17 @@ class Tokenizer:
         return self.encode(text, field=field, max_tokens=max_tokens)
 
     def render(self, conversation: chat.Conversation, max_bytes: int = chat.MAX_BYTES) -> str:
-        """The prompt text that the checkpoint's chat template makes of messages.
+        """Returns the prompt text that the checkpoint's chat template makes of messages.
 
         Args:
-            conversation: its lists with image parts reach the template as they are; give them only to a
-                template that `takes_images`.
-            max_bytes: longest text that the template may make.
+            conversation: messages and options. Lists with image parts reach the template unchanged; give them
+                only to a template that `takes_images`.
+            max_bytes: most characters that the template may write.
 
         Raises:
-            InputError: the checkpoint has no chat template, the template has no place for the tools, refused
-                the messages or wrote too much, or `chat_template_kwargs` name what is not a client's to set.
+            InputError: the checkpoint has no chat template; the template has no place for the tools, refuses
+                the messages, or writes too much; or `chat_template_kwargs` set a name that clients must not
+                set.
         """
         if not self.hf.chat_template:
             raise InputError(
@@ -280,14 +285,14 @@ class Tokenizer:
     def encode_chat(
         self, raw_json: str | bytes, *, max_bytes: int = chat.MAX_BYTES, max_tokens: int | None = None
     ) -> tuple[list[int], ChatFormat]:
-        """Token ids of chat messages, and what the generator must know of them beside.
+        """Returns the token ids of chat messages, and their ChatFormat for the generator.
 
-        The ids are those of what `render` makes of the messages, refused as by `encode`. The template writes
-        BOS itself, so none is added.
+        The ids are those of the text from `render`. The template writes BOS itself, so none is added. Raises
+        InputError as `parse_conversation`, `render` and `encode` do.
 
         Args:
             raw_json: a JSON list of messages, or an object (see `quire_ensemble.messages`).
-            max_bytes: of the JSON text and of the rendered one.
+            max_bytes: most bytes of the JSON text, and most characters of the rendered text.
             max_tokens: see `encode`.
         """
         conversation = chat.parse_conversation(raw_json, max_bytes=max_bytes)
@@ -302,7 +307,8 @@ class Tokenizer:
             return self.hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
     def takes_images(self, placeholder: str) -> bool:
-        """Whether the template writes the placeholder, once, for an image part, and the text beside it."""
+        """Whether the template writes the placeholder once for an image part, and also the text beside the
+        image."""
         parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
         text = self._try_render(parts) or ""
         return text.count(placeholder) == 1 and text.count(_PROBE) == 1 and not _shows_lists(text)
@@ -321,8 +327,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _reads_arguments_as_text(self) -> bool:
-        """Whether the template writes the arguments of an earlier call as they are, so that they have to be
-        JSON text: of an object it writes Python's form or nothing, or it raises."""
+        """Whether the template writes the arguments of an earlier call unchanged, so that they must be JSON
+        text. Such a template writes an object in Python's form or not at all, or it raises."""
         arguments = {_ARGUMENT: _ARGUMENT}
 
         def is_written(text: str | None) -> bool:
@@ -367,8 +373,8 @@ class Tokenizer:
 
 
 def _with_short_edges(part: str) -> str:
-    """A text with one of the spaces at each of its ends: a word may be one token only with the space before
-    it, which not every token that swallows spaces takes away from it."""
+    """Returns a text with at most one space at each end. One stays, because a word may be one token only with
+    the space before it, and not every token that swallows spaces swallows that one."""
     core = part.strip()
     begin = part.find(core)
     return part[max(begin - 1, 0) : begin + len(core) + 1]
@@ -379,7 +385,8 @@ def _shows_lists(text: str) -> bool:
 
 
 def _gguf_file(path: Path) -> GGUFFile | None:
-    """The GGUF file at a checkpoint's path, opened, if it can be read and holds a tokenizer."""
+    """Opens the GGUF file at a checkpoint's path. None: there is none, it cannot be read, or it holds no
+    tokenizer."""
     # The package takes a while to import, and most checkpoints need it not.
     if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
         return None
@@ -394,7 +401,7 @@ def _gguf_file(path: Path) -> GGUFFile | None:
 
 
 def tokenizer_json(path: Path) -> str:
-    """The text of a checkpoint's tokenizer.json, or what it would be of a .gguf file.
+    """Returns the text of a checkpoint's tokenizer.json; for a .gguf file, the equivalent text.
 
     Raises:
         OSError: there is no such file.
@@ -409,7 +416,7 @@ def tokenizer_json(path: Path) -> str:
 
 
 def _load(path: Path) -> Any:
-    """transformers' tokenizer of a checkpoint; arguments and errors as of `Tokenizer`."""
+    """Loads transformers' tokenizer of a checkpoint; arguments and errors as for `Tokenizer`."""
     gguf = _gguf_file(path)
     if gguf is not None:
         from quire_ensemble.gguf_tokenizer import load_gguf_tokenizer
@@ -431,7 +438,8 @@ def _load(path: Path) -> Any:
 
 
 def _processor_template(path: Path) -> str | None:
-    """The chat template of chat_template.json, where older processors keep it; tokenizers do not read it."""
+    """Returns the chat template in chat_template.json, where older processors keep it and tokenizers do not
+    read it; None if there is no such file. Raises TokenizerError if the file is broken."""
     file = path / "chat_template.json"
     if not file.is_file():
         return None
@@ -446,8 +454,8 @@ def _processor_template(path: Path) -> str | None:
 
 @functools.cache
 def _reserved_template_names() -> frozenset[str]:
-    """Names that are arguments of the renderer or given by it, and not a client's to set: `chat_template`
-    would let a request bring its own program."""
+    """Returns the names that clients must not set, because they are arguments of the renderer or defined by
+    it. For example, `chat_template` would let a request bring its own program."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 

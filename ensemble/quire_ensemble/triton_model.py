@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 class EnsembleModel(ABC):
     """Triton Python model (not decoupled: each request gets one response).
 
-    Triton's dynamic batcher hands it what has come in while it worked, as a list: one round trip for all.
-    Every tensor of a request has a batch dimension, of one.
+    Triton's dynamic batcher passes the requests that came in while the model worked as one list, so that one
+    round trip serves all. Every tensor of a request has a batch dimension of 1.
 
-    A model repository's `model.py` subclasses one and gives it Triton's Python utilities, which exist only
-    inside a stub process. Nothing heavy is imported before `initialize`: Triton starts a second interpreter
-    before each load.
+    A `model.py` in a model repository subclasses one of our models and sets `pb_utils` to Triton's Python
+    utilities, which exist only inside a stub process. Nothing heavy is imported before `initialize`: Triton
+    starts a second interpreter before each load.
     """
 
     pb_utils: ClassVar[Any]
@@ -40,7 +40,8 @@ class EnsembleModel(ABC):
             args: Triton's; `model_config` (JSON), `model_repository` (the model's own directory) are read.
 
         Raises:
-            TritonModelException: a wrong parameter, or no usable checkpoint there; one line.
+            TritonModelException: a parameter is wrong, or there is no usable checkpoint. The message is one
+                line.
         """
         logs.set_up(args["model_instance_name"])
         stated = json.loads(args["model_config"]).get("parameters", {})
@@ -58,20 +59,21 @@ class EnsembleModel(ABC):
         """Makes the model ready.
 
         Args:
-            checkpoint: directory.
-            parameters: of config.pbtxt, `checkpoint` among them.
+            checkpoint: directory or .gguf file of the checkpoint.
+            parameters: parameters of config.pbtxt, `checkpoint` included.
             args: see `initialize`.
         """
 
     @abstractmethod
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response per request, in order; None for one that is answered by its sender.
-
-        A wrong input fails its own request with INVALID_ARG, and what cannot be foreseen with INTERNAL.
+        """Returns one response per request, in order; None for a request that is answered through its
+        response sender. A wrong input fails only its own request, with INVALID_ARG. Any other error fails it
+        with INTERNAL.
         """
 
     def _refusal(self, error: Exception, request_id: str) -> Any:
-        """The response to a request that failed; `request_id` is its client's."""
+        """Returns the error response to a request that failed. `request_id`: the client's id for the request,
+        for the log."""
         pb = self.pb_utils
         if isinstance(error, InputError):
             return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
@@ -80,7 +82,7 @@ class EnsembleModel(ABC):
 
 
 def client_id(request: Any) -> str:
-    """The id that the client gave its request, for log lines; empty where it cannot be read."""
+    """Returns the id that the client gave its request, for log lines; empty if it cannot be read."""
     try:
         return str(request.request_id())
     except UnicodeDecodeError:
@@ -88,12 +90,13 @@ def client_id(request: Any) -> str:
 
 
 def given_inputs(request: Any) -> dict[str, np.ndarray]:
-    """A request's input tensors by name."""
+    """Returns a request's input tensors by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
 def unbatched(given: Mapping[str, np.ndarray], name: str, dims: int) -> np.ndarray:
-    """An input without its batch dimension, which must be 1: a request is one conversation."""
+    """Returns an input of `dims` dimensions without its batch dimension, which must be 1: a request is one
+    conversation. Raises InputError if the input is missing or has another shape."""
     array = given.get(name)
     if array is None:
         raise InputError(name, "is missing")
@@ -103,7 +106,8 @@ def unbatched(given: Mapping[str, np.ndarray], name: str, dims: int) -> np.ndarr
 
 
 def element(given: Mapping[str, np.ndarray], name: str) -> bytes | None:
-    """The one element of a STRING tensor; None where the request does not carry it."""
+    """Returns the only element of a STRING tensor; None if the request does not have the tensor. Raises
+    InputError if the tensor has another number of elements."""
     array = given.get(name)
     if array is None:
         return None
@@ -114,10 +118,10 @@ def element(given: Mapping[str, np.ndarray], name: str) -> bytes | None:
 
 
 def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Path:
-    """Directory named by the parameter `checkpoint`; relative paths start at the model's directory.
+    """Returns the path that the parameter `checkpoint` names; relative paths start at the model's directory.
 
     Raises:
-        ParameterError: the parameter is missing, or this process opens no such path.
+        ParameterError: the parameter is missing, or this process cannot open such a path.
     """
     stated = parameters.get("checkpoint")
     if not stated:
@@ -132,15 +136,16 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
 
 
 def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
-    """The stated ones of the named parameters, each an integer of at least 1; raises ParameterError."""
+    """Returns those of the named parameters that are stated, each an integer of at least 1; raises
+    ParameterError."""
     return {name: integer_parameter(name, parameters[name]) for name in names if parameters.get(name)}
 
 
 def integer_parameter(name: str, text: str, minimum: int = 1) -> int:
-    """The number that a parameter states.
+    """Returns the integer that a parameter states.
 
     Raises:
-        ParameterError: anything else, or less than `minimum`; names the parameter.
+        ParameterError: the text is no integer, or less than `minimum`; the message names the parameter.
     """
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
         raise ParameterError(

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
 
 LONG_BYTES = 4096
-"""A longer prompt is no matter of one millisecond: it is worked on beside the others."""
+"""Most bytes of a prompt that is tokenized at once, in about a millisecond. A longer one goes to a thread."""
 LONG_THREADS = 4
-"""Long prompts that are worked on at a time; each takes its turn on the cores, and the short ones too."""
+"""Number of threads for long prompts. They share the cores with each other and with short prompts."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class TokenizerModel(EnsembleModel):
     [1, n], `chat_format` STRING [1, 1] (empty for a text). Parameters named like the
     fields of `TextLimits` set these.
 
-    Short prompts are answered in the returned list. A long one holds up no other: it goes to a thread of its
-    own, which answers by the request's sender when the list is long returned.
+    Short prompts are answered in the returned list. A long prompt must not delay others: a thread tokenizes
+    it, and answers through the request's sender after the list was returned.
     """
 
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class TokenizerModel(EnsembleModel):
         self._long.shutdown(wait=True)
 
     def _begin(self, request: Any) -> Any:
-        """The response, or None where a thread will send it."""
+        """Returns the response, or None if a thread will send it."""
         given, request_id = given_inputs(request), client_id(request)
         try:
             prompt = element(given, "text_input"), element(given, "messages")
@@ -71,13 +71,14 @@ class TokenizerModel(EnsembleModel):
     def _respond(
         self, request_id: str, text: bytes | None, messages: bytes | None, *, ask: bool = False
     ) -> Any:
-        """The response to a request of this prompt.
+        """Returns the response to a request with this prompt.
 
         Args:
-            request_id: its client's.
+            request_id: the client's id for the request.
             text: see the inputs.
             messages: likewise.
-            ask: whether shared memory for it is asked for, so that there is an error to send where it lacks.
+            ask: whether to check that there is shared memory for the response; without it, an error is
+                returned.
         """
         pb = self.pb_utils
         try:

@@ -42,15 +42,16 @@ class EncoderOptions:
     num_threads: int | None = None
     """Threads on the CPU; unset: half of the cores."""
     output_device: str = "cpu"
-    """gpu: the output stays on the GPU, for a generator that takes it there."""
+    """gpu: the output stays on the GPU, for a generator that reads it there."""
     allow_pickle: bool = False
 
     @staticmethod
     def from_parameters(parameters: Mapping[str, str]) -> EncoderOptions:
-        """The options that a model's parameters state.
+        """Returns the options that a model's parameters state. Names in capitals, which are Triton's own, are
+        ignored.
 
         Raises:
-            ParameterError: unknown, or out of range. Names in capitals are Triton's own.
+            ParameterError: a parameter is unknown, or out of range.
         """
         readers: Mapping[str, Any] = {
             "cache_bytes": partial(integer_parameter, minimum=0),
@@ -123,10 +124,9 @@ class VisionEncoderModel(EnsembleModel):
         self._metrics = _EncoderMetrics(self.pb_utils, args)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response per request, in order.
-
-        Every image that is not cached is encoded once, those of all requests together. A wrong request fails
-        alone with INVALID_ARG; requests with an image of a forward that failed, with INTERNAL.
+        """Returns one response per request, in order. Each image that is not cached is encoded once. The
+        images of all requests are encoded together. A wrong request fails alone, with INVALID_ARG. Requests
+        with an image whose forward pass failed end with INTERNAL.
         """
         jobs = [self._images(request) for request in requests]
         asked = [image for job in jobs if isinstance(job, list) for image in job]
@@ -154,7 +154,8 @@ class VisionEncoderModel(EnsembleModel):
         return [_Image(_cache_key(*image), *image) for image in zip(pixels, grid, strict=True)]
 
     def _encode(self, pending: Sequence[_Image], found: dict[str, np.ndarray]) -> dict[str, str]:
-        """Adds the pending images' rows to `found` and to the cache; reasons of failure by key."""
+        """Encodes the pending images, and adds their rows to `found` and to the cache. Returns the reasons of
+        failures by key."""
         failures: dict[str, str] = {}
         for part in self.tower.split(np.array([image.grid for image in pending])):
             keys, pixels, grids = zip(*pending[part], strict=True)
@@ -190,7 +191,8 @@ class VisionEncoderModel(EnsembleModel):
         return pb.InferenceResponse([self._output(embeds)])
 
     def _output(self, embeds: np.ndarray) -> Any:
-        """The output tensor: in main memory, or on the GPU (not run by any test: it needs one)."""
+        """Returns the output tensor: in main memory, or on the GPU (which no test runs, because that needs a
+        GPU)."""
         if not self._output_on_gpu:
             return self.pb_utils.Tensor(EMBEDS, embeds)
         import torch
@@ -199,10 +201,9 @@ class VisionEncoderModel(EnsembleModel):
 
 
 class _EncoderMetrics:
-    """The instance's custom metrics; does nothing where Triton's utilities have none.
-
-    Each update is a call to the server of 20 to 80 us: few enough at one per batch of images, so that
-    nothing needs to be collected and flushed as the generator does for tokens.
+    """The instance's custom metrics; does nothing if Triton's utilities have no metrics. Each update is a
+    call to the server of 20 to 80 us. A batch of images makes few of them, so they are not collected and
+    flushed, as the generator's updates are.
     """
 
     FAMILIES: ClassVar[dict[str, tuple[str, str]]] = {
@@ -252,8 +253,8 @@ def _device(options: EncoderOptions, args: Mapping[str, str]) -> str:
 
 
 def _cache_key(pixels: np.ndarray, grid: np.ndarray) -> str:
-    """A hash of all that the output depends on, about 1 ms per MB. It is made here, since a wrong one from a
-    client would give others wrong images."""
+    """Returns a hash of everything that an image's output depends on; about 1 ms per MB. It is computed here,
+    because a wrong hash from a client would give other clients wrong images."""
     content = hashlib.blake2b(np.ascontiguousarray(grid).data, digest_size=32)
     content.update(np.ascontiguousarray(pixels).data)
     return content.hexdigest()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire_ensemble.vision import VisionProcessor, VisionPrompt
 
 REQUEST_THREADS = 4
-"""Requests of one batch that are worked on at a time."""
+"""Most requests of one batch that are processed at a time."""
 
 
 class VisionPreprocessorModel(EnsembleModel):
@@ -89,6 +89,6 @@ class VisionPreprocessorModel(EnsembleModel):
 
 
 def image_limits(parameters: Mapping[str, str]) -> ImageLimits:
-    """The limits that a model's parameters state; raises ParameterError."""
+    """Returns the limits that a model's parameters state; raises ParameterError."""
     names = [field.name for field in dataclasses.fields(ImageLimits)]
     return ImageLimits(**integer_parameters(parameters, names))

@@ -1,8 +1,8 @@
 """Vision prompts: text or messages with images to token ids, pixel values and positions.
 
 The image processor of the checkpoint (transformers, with Pillow and numpy; neither torch nor torchvision)
-makes the pixel values; everything else a model's processor does is done here, and the M-RoPE positions of the
-Qwen models too, so that the generator gets a prompt it only has to put the images' rows into.
+makes the pixel values. Everything else that a model's processor does is done here, and so are the M-RoPE
+positions of the Qwen models. The generator only has to put the images' rows into the prompt.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SCALED_PIXELS = 2**26
-"""Pixels of an image while a processor scales or pads it: a square as long as an image of 1:2 may be."""
+"""Most pixels of an image while a processor scales or pads it, unless the image itself has more. It is the
+square on the longer side of an image of 1:2 with the most pixels that are allowed by default."""
 THREADS = 4
-"""Images of one prompt that are decoded at a time; the others wait in their encoded form."""
+"""Most images that are decoded at a time; the others wait in their encoded form."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class VisionPrompt:
     input_ids: np.ndarray
     """int32 [tokens]; every image's placeholder is there once for each of its rows."""
     pixel_values: np.ndarray
-    """float32 [rows, row_size]; what a row is, is the family's (`VisionConfig`)."""
+    """float32 [rows, row_size]; the model family decides what a row is (see `VisionConfig`)."""
     image_grid: np.ndarray
-    """int32 [images, 3], in the family's meaning."""
+    """int32 [images, 3]: grid of each image; the model family decides what the three numbers mean."""
     image_spans: np.ndarray
-    """int32 [spans, 2]: first token and number of tokens of runs of placeholders; Pixtral: of each line of an
-    image's rows, else one for each image."""
+    """int32 [spans, 2]: first token and number of tokens of each run of placeholders. An image has one run;
+    with Pixtral, one for each line of its rows."""
     position_ids: np.ndarray
     """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
     chat_format: np.ndarray
@@ -88,9 +89,10 @@ class VisionProcessor:
 
         Args:
             path: checkpoint directory.
-            tokenizer: of the same checkpoint.
-            limits: of one request's images; None: the defaults.
-            texts: of one request's text; messages may be longer by what their images may take.
+            tokenizer: tokenizer of the same checkpoint.
+            limits: limits on the images of one request; None: the defaults.
+            texts: limits on the text of one request; None: the defaults. Messages may be longer by what their
+                images may take.
 
         Raises:
             VisionError: config.json or the image processor's file is missing or broken, the model is of no
@@ -110,7 +112,8 @@ class VisionProcessor:
         self._gate = MemoryGate(self.limits.max_image_pixels)
 
     def warm_up(self) -> None:
-        """Makes prompts of an image, so that no request pays for first use. To be called before there is one.
+        """Processes an image, so that no request waits for one-time work. Call this before there are
+        requests.
 
         Raises:
             TokenizerError: the chat template takes more time or memory than it may.
@@ -139,15 +142,16 @@ class VisionProcessor:
         """Makes the prompt of one request.
 
         Args:
-            messages: chat messages as JSON (`quire_ensemble.messages`); each image part without data takes
-                the next one of `images` or `pixels`, and all of those must be taken.
+            messages: chat messages as JSON (`quire_ensemble.messages`); each image part without data stands
+                for the next one of `images` or `pixels`, and there must be as many of these.
             text: prompt that holds the checkpoint's placeholder, such as <image>, once for each image.
                 Exactly one of `messages` and `text` is given.
             images: encoded images (see `read_image`).
             pixels: uint8 [n, height, width, 3]: images instead of `images`, RGB.
 
         Raises:
-            InputError: wrong input; a wrong image is of field `image[i]`, where i counts the prompt's images.
+            InputError: an input is wrong. For a wrong image the field is `image[i]`, where i counts the
+                prompt's images.
         """
         if images and pixels is not None:
             raise InputError("image, image_pixels", "at most one is allowed, both are given")
@@ -176,7 +180,7 @@ class VisionProcessor:
     def _encode_messages(
         self, raw: bytes, given: list[bytes | str | Image]
     ) -> tuple[list[int], list[bytes | str | Image], bytes]:
-        """Token ids of messages, all their images in order, and their `chat_format`."""
+        """Returns the token ids of messages, all their images in order, and their `chat_format`."""
         max_bytes = self.texts.max_prompt_bytes + self.limits.max_request_bytes * 4 // 3  # as base64
         conversation = chat.parse_conversation(raw, allow_images=True, max_bytes=max_bytes)
         messages, found = chat.split_images(conversation.messages)
@@ -204,7 +208,8 @@ class VisionProcessor:
         return token_ids, sources, ChatFormat.from_conversation(conversation, text).to_json()
 
     def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
-        """The images, none of them decoded, once it is known that all of them together are within limits."""
+        """Reads the headers of the images, and checks that all images together are within the limits. No
+        image is decoded."""
         images: list[EncodedImage | Image] = []
         num_bytes = num_pixels = num_patches = 0
         is_alone = len(sources) == 1
@@ -230,18 +235,20 @@ class VisionProcessor:
         return _ProcessedImage(*self.config.processed(out))
 
     def _num_patches(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
-        """Patches that the image processor makes of an image."""
+        """Returns the number of patches that the image processor makes of an image. Raises InputError if the
+        processor refuses it."""
         try:
             return self.config.planned_patches(self._image_processor, size[1], size[0], is_alone)
         except ValueError as error:  # Qwen: an aspect ratio above 200
             raise _refused(index, error) from None
 
     def _most_pixels(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
-        """Pixels of an image before or after scaling, whichever are more: a line of pixels scaled to the
-        height of a LLaVA image, or padded to a square, is a bomb that the limits on files do not see.
+        """Returns the pixels of an image before or after scaling, whichever are more. A line of pixels that
+        is scaled to the height of a LLaVA image, or padded to a square, becomes huge, which the limits on
+        files do not see.
 
         Raises:
-            InputError: more than MAX_SCALED_PIXELS.
+            InputError: scaling makes more than MAX_SCALED_PIXELS.
         """
         short, long = sorted(size)
         scaled = self.config.scaled_size(self._image_processor, short, long, is_alone)
@@ -284,8 +291,9 @@ class VisionProcessor:
         )
 
     def _find_placeholder(self) -> tuple[int, str, str]:
-        """The placeholder's id, its text, and what stands for an image in a text: that text, between the
-        markers of the checkpoint if there are any."""
+        """Returns the placeholder's id, its text, and the text that stands for an image: the placeholder,
+        between the checkpoint's markers if there are any. Raises VisionError if the tokenizer does not have
+        them."""
         found, ids = self.config.hf.image_token_id, self.config.marks
         hf = self.tokenizer.hf
         added = set(ids) <= set(hf.added_tokens_decoder)
@@ -301,7 +309,8 @@ class VisionProcessor:
         return int(found)
 
     def _try_processor(self) -> int:
-        """Runs the image processor once, so that a broken one fails here; the size of a row of its pixels."""
+        """Runs the image processor once, so that a broken one fails here. Returns the size of a row of its
+        pixels."""
         from PIL import Image as pil
 
         try:
@@ -330,8 +339,8 @@ def _load_image_processor(path: Path) -> Any:
 
 
 def _to_rgb(image: Image) -> Image:
-    """RGB, transparency over white: what image processors do themselves, unless their files say otherwise;
-    then they fail on anything but RGB."""
+    """Returns the image in RGB, with transparency over white. Image processors do so themselves, unless their
+    files say otherwise; then they fail on anything but RGB."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     from PIL import Image as pil

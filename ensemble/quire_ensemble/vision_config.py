@@ -1,8 +1,8 @@
 """Configuration of a vision part, from config.json, and the geometry of its images; for both vision models.
 
-An image has a grid, three numbers whose meaning is its family's, which goes from the preprocessor to the
-encoder with its pixels. All that is counted of an image (rows of pixels, patches, rows of embeddings) follows
-from it. No torch in here.
+An image has a grid: three numbers, whose meaning depends on the model family. The grid goes from the
+preprocessor to the encoder with the image's pixels. All counts of an image (rows of pixels, patches, rows of
+embeddings) follow from the grid. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_TILES = 256
 """Largest number of tiles per image."""
 MAX_PINPOINTS = 1024
 MAX_SIDE = 2**24
-"""Pixels of an image's side, in a grid."""
+"""Most pixels of an image's side, in a grid."""
 _CLASS_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Vision towers of LLaVA, and how many rows they put before those of the patches."""
+"""Number of rows before those of the patches, by the type of LLaVA's vision tower."""
 
 _MOST_OF_TOWER = {
     **dict.fromkeys(("num_hidden_layers", "depth"), 1024),
@@ -36,7 +36,8 @@ _MOST_OF_TOWER = {
     **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), 2**16),
     "intermediate_size": 2**18,
 }
-"""Largest values of a vision tower's keys: it is built before its weights are looked at."""
+"""Largest values of a vision tower's keys. They bound its size, because the tower is built before its weights
+are read."""
 
 Grid = tuple[int, int, int]
 
@@ -52,7 +53,7 @@ class VisionConfig(ABC):
     has_mrope: ClassVar[bool] = False
     """Whether positions have three axes, by the images' grids."""
     extra_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens that an image's part of a prompt consists of, beside its placeholders."""
+    """Tokens in an image's part of a prompt, besides its placeholders."""
 
     @abstractmethod
     def rows(self, t: int, h: int, w: int) -> int:
@@ -71,39 +72,44 @@ class VisionConfig(ABC):
         """Raises InputError of field `image_grid` for a grid that no image of this model has."""
 
     def check_settings(self, processor: Any) -> None:  # noqa: B027
-        """Checks an image processor before it makes anything; ValueError: it may take any time or memory."""
+        """Checks the settings of an image processor before it processes anything. Raises ValueError if they
+        do not fit the checkpoint, or do not bound the work for an image."""
 
     @abstractmethod
     def check_processor(self, processor: Any, out: Any) -> int:
-        """Checks that an image processor, and what it made of an image, fit the tower.
+        """Checks that an image processor, and its output for an image, fit the tower.
 
         Returns:
             The size of a row of `pixel_values`.
 
         Raises:
-            ValueError: they do not; says what.
+            ValueError: they do not fit; the message says why.
         """
 
     @abstractmethod
     def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
-        """Pixels, float32 [rows, row size], and the grid of what an image processor made of one image."""
+        """Returns the pixels, float32 [rows, row size], and the grid from an image processor's output for one
+        image."""
 
     def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
-        """The image processor's output for one of a prompt's images (mode RGB); passes on its ValueError.
+        """Returns the image processor's output for one of a prompt's images (mode RGB). Passes on the
+        processor's ValueError.
 
         Args:
-            processor: of the checkpoint.
-            image: of Pillow.
-            is_alone: whether the prompt has no other.
+            processor: image processor of the checkpoint.
+            image: an image of Pillow.
+            is_alone: whether the prompt has no other image.
         """
         return processor(images=[image], return_tensors="np")
 
     @abstractmethod
     def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
-        """`patches` of an image of so many pixels, before it is decoded; ValueError: it is refused."""
+        """Returns `patches` for an image of this size in pixels, before it is decoded. Raises ValueError if
+        the image is refused."""
 
     def scaled_size(self, processor: Any, short: int, long: int, is_alone: bool) -> tuple[int, int]:
-        """Sides that an image has while it is worked on, if these grow with the image's."""
+        """Returns the sides, in pixels, that an image has while it is processed, if these grow with the
+        image. `short` and `long`: the sides of the image itself."""
         return short, long
 
     @property
@@ -112,11 +118,12 @@ class VisionConfig(ABC):
         return [self.hf.image_token_id]
 
     def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
-        """Token ids in place of an image's placeholder: that, once for each row of embeddings, and others.
+        """Returns the token ids that replace an image's placeholder: the placeholder, once for each row of
+        embeddings, and extra tokens.
 
         Args:
-            grid: of the image.
-            placeholder: its id.
+            grid: grid of the image.
+            placeholder: id of the placeholder.
             extra: ids of `extra_tokens`.
         """
         return [placeholder] * self.tokens(*grid)
@@ -129,16 +136,17 @@ class LlavaConfig(VisionConfig):
     side: int
     """Pixels of an image's side."""
     extra_rows: int
-    """Rows beside those of the patches: less than none where one of these is dropped."""
+    """Rows in addition to those of the patches; -1: the row of a patch is dropped."""
 
     @property
     def patches_per_side(self) -> int:
-        """Where the patches do not divide the side (SigLIP: 384 by 14), a border is in no patch."""
+        """Number of patches along a side. If the patch size does not divide the side (SigLIP: 384 by 14), a
+        border is in no patch."""
         return self.side // self.patch
 
     @property
     def tile_tokens(self) -> int:
-        """Rows that the tower gives for an image of its size."""
+        """Number of rows that the tower returns for an image of its size."""
         return self.patches_per_side**2 + self.extra_rows
 
     def rows(self, t: int, h: int, w: int) -> int:
@@ -232,8 +240,9 @@ class AnyresConfig(LlavaConfig):
         return height // self.side, width // self.side
 
     def shown(self, h: int, w: int) -> tuple[int, int]:
-        """Rows and columns of the embeddings of all tiles together, without what is padding and the mark
-        behind each row. (The arithmetic of `unpad_image` and `pack_image_features` in transformers.)"""
+        """Returns the rows and columns of the embeddings of all tiles together, without padding and without
+        the mark after each row. (The arithmetic of `unpad_image` and `pack_image_features` in
+        transformers.)"""
         down, across = (n * self.patches_per_side for n in self.tiles(h, w))
         if w / h > across / down:
             down -= (down - int(round(h * (across / w), 7))) // 2 * 2
@@ -311,8 +320,8 @@ class QwenConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class InternVLConfig(VisionConfig):
-    """InternVL: tiles of one size, and the whole image behind them. A row is a tile; a grid is
-    (tiles, patches, patches) of each."""
+    """InternVL: tiles of one size, and the whole image after them. A row is a tile. A grid is (tiles, patches
+    down a tile, patches across a tile)."""
 
     side: int
     """Pixels of a tile's side."""
@@ -439,7 +448,8 @@ def read_vision_config(path: Path) -> VisionConfig:
     """Reads a checkpoint's config.json.
 
     Raises:
-        VisionError: missing, broken, or without a vision part that is known; one line that names the file.
+        VisionError: the file is missing, broken, or has no known vision part. The message is one line that
+            names the file.
     """
     from transformers import AutoConfig
 
@@ -465,7 +475,7 @@ def read_vision_config(path: Path) -> VisionConfig:
 
 
 def _size(vision: Any, name: str) -> int:
-    """An integer key of the vision tower's configuration; raises ValueError outside [1, MAX_SIDE]."""
+    """Returns an integer key of the vision tower's configuration; raises ValueError outside [1, MAX_SIDE]."""
     value = getattr(vision, name)
     if type(value) is not int or not 1 <= value <= MAX_SIDE:
         raise ValueError(f"{name} of the vision tower must be an integer of at least 1")
@@ -566,9 +576,9 @@ _READERS = {
     "qwen2_5_vl": _read_qwen,
     "qwen3_vl": _read_qwen,
 }
-"""Functions that make the VisionConfig of transformers' configuration, by `model_type`."""
+"""Functions that make the VisionConfig from transformers' configuration, by `model_type`."""
 
 
 def has_known_tower(values: Mapping[str, Any]) -> bool:
-    """Whether config.json has a vision part, and one that is computed here; another one is left aside."""
+    """Whether config.json has a vision part that is supported here."""
     return "vision_config" in values and values.get("model_type") in _READERS

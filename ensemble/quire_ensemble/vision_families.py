@@ -1,4 +1,4 @@
-"""The vision parts of the supported model families: their modules, and the names of these.
+"""The vision parts of the supported model families: their modules, and the names of the modules' parameters.
 
 Each builds on the family's model class in transformers and leaves the language model out, so that
 `get_image_features` is transformers' own.
@@ -42,10 +42,10 @@ class VisionFamily(ABC):
     """A vision part of one kind.
 
     Attributes:
-        module: parameters are uninitialised until they are filled.
+        module: the torch module; its parameters are uninitialised until they are filled.
         row_size: values in one row of `pixel_values`.
         hidden_size: values in one row of the output.
-        sample_grid: of an image of a usual size, or a smaller one.
+        sample_grid: grid of an image of a usual size, or of a smaller one.
     """
 
     module: Any
@@ -58,23 +58,22 @@ class VisionFamily(ABC):
         """Builds the module in torch's default dtype; changes `config.hf`.
 
         Raises:
-            UnsupportedConfig: of this configuration's vision part.
+            UnsupportedConfig: the vision part of this configuration is not supported.
         """
 
     @abstractmethod
     def name_of(self, stored: str) -> str | None:
-        """One name for all spellings of a parameter in checkpoints and in transformers' own versions.
-
-        None for what does not belong to the vision part, or is not computed here.
+        """Returns one name for all spellings of a parameter in checkpoints and in versions of transformers.
+        None: the parameter does not belong to the vision part, or is not used here.
         """
 
     @abstractmethod
     def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
-        """One [tokens, hidden_size] tensor per image, of the module's dtype.
+        """Returns one [tokens, hidden_size] tensor per image, of the module's dtype.
 
         Args:
             pixel_values: float32 [rows of all images, row_size] on the module's device.
-            grids: of the images; `VisionConfig.check_image` has passed them.
+            grids: grids of the images, which `VisionConfig.check_image` has accepted.
         """
 
 
@@ -118,7 +117,8 @@ class LlavaVision(VisionFamily):
 
 
 class LlavaNextVision(LlavaVision):
-    """The same for the tiles of an image; then their rows are joined, cut to the image, and lines marked."""
+    """LlavaVision for the tiles of an image. The rows of all tiles are then joined and cut to the image, and
+    a mark is added to each line."""
 
     def __init__(self, config: VisionConfig) -> None:
         assert isinstance(config, AnyresConfig)
@@ -194,8 +194,8 @@ class PixtralVision(VisionFamily):
 class QwenVision(VisionFamily):
     """`visual` of Qwen2-VL, 2.5 and 3. Images of any size; one row is one patch.
 
-    What Qwen3-VL adds behind layers of the language model (deepstack) lies behind an image's own embedding
-    in each row.
+    With Qwen3-VL, each row holds the image's embedding, then the features that deepstack adds after layers of
+    the language model.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -253,7 +253,8 @@ class _LlavaNextModel(modeling_llava_next.LlavaNextModel):
         self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
 
     def pack(self, images: Sequence[torch.Tensor], sizes: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
-        """Rows of each image, of [tiles, rows, hidden_size] and of its size (height, width) in pixels."""
+        """Returns the rows of each image. `images`: [tiles, rows, hidden_size] of each; `sizes`: (height,
+        width) of each in pixels."""
         strategy = self.config.vision_feature_select_strategy
         return self.pack_image_features(images, sizes, strategy, self.image_newline)[0]
 
@@ -266,7 +267,7 @@ class _LlavaOnevisionModel(modeling_llava_onevision.LlavaOnevisionModel):
         self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
 
     def pack(self, images: Sequence[torch.Tensor], sizes: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
-        """The rows of each image; arguments as of `_LlavaNextModel.pack`."""
+        """Returns the rows of each image; arguments as for `_LlavaNextModel.pack`."""
         ratio = self.config.vision_aspect_ratio
         return self.pack_image_features(images, sizes, self.image_newline, ratio)[0]
 
@@ -279,7 +280,8 @@ class _InternVLModel(modeling_internvl.InternVLModel):
 
 
 class _Mistral3Projector(modeling_mistral3.Mistral3MultiModalProjector):
-    """The same with a dimension before the rows: its caller drops the first one if that is of size 1."""
+    """Mistral 3's projector, whose result here has a first dimension of size 1. Its caller in transformers
+    drops the first dimension if that is of size 1, and would else drop the dimension of a single row."""
 
     def forward(self, image_features: torch.Tensor, image_sizes: torch.Tensor) -> torch.Tensor:
         return super().forward(image_features, image_sizes).unsqueeze(0)
@@ -313,10 +315,11 @@ class _Qwen3VLModel(modeling_qwen3_vl.Qwen3VLModel):
 
 
 def _stop_at_features(config: Any) -> int:
-    """Cuts the layers above the last one whose output is used (LLaVA 1.5: one of 24); those that stay.
+    """Removes the layers above the last one whose output is used (LLaVA 1.5: one of 24) from the
+    configuration. Returns the number of layers that stay.
 
     Raises:
-        UnsupportedConfig: a feature layer the tower does not have.
+        UnsupportedConfig: the tower does not have a feature layer that the configuration names.
     """
     vision, stated = config.vision_config, config.vision_feature_layer
     states = vision.num_hidden_layers + 1  # the embedding's output is number 0

@@ -1,8 +1,8 @@
 """Tensors of the two vision models, stated once: the builder renders their config.pbtxt from these.
 
-Both have a batch dimension (Triton's dynamic batcher joins requests along it), so each tensor has one
-dimension more in a request than `dims` says, of length one. What the encoder answers are plain rows, which
-Triton lets a batching model do.
+Both models have a batch dimension, along which Triton's dynamic batcher joins requests. So each tensor of a
+request has a first dimension of 1 that `dims` does not list. The encoder answers with plain rows, without
+this dimension, which Triton allows.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from quire_ensemble.vision_weights import fill_weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_IMAGES = 4096
-"""Images of one request."""
+"""Most images of one request."""
 PIXELS = "pixel_values"
 
 
@@ -28,7 +28,7 @@ class VisionTower:
     """Encodes images; equal to `get_image_features` of the full model in transformers. For one thread.
 
     Attributes:
-        device: where the weights are.
+        device: device of the weights.
         row_size: values in one row of `pixel_values`.
         hidden_size: values in one row of the output: the language model's hidden size, and as many again for
             each level of deepstack.
@@ -51,11 +51,12 @@ class VisionTower:
             device: `auto` (CUDA where visible), or a device of torch.
             dtype: of weights and computation: float32, float16, bfloat16, or auto (config.json's).
             num_threads: on CPU, how many threads torch may use in this process; None: half of the cores.
-            max_patches: bound of the patches in one forward, see `split`.
+            max_patches: most patches in one forward pass, see `split`.
             allow_pickle: whether weights may be read from .bin files.
 
         Raises:
-            VisionError: missing, broken or unsupported; one line that names the file.
+            VisionError: the vision part is missing, broken or unsupported. The message is one line that names
+                the file.
         """
         self.path = Path(path)
         self.max_patches = max_patches
@@ -68,10 +69,10 @@ class VisionTower:
         fill_weights(_targets(self._family), self.path, self._family.name_of, allow_pickle=allow_pickle)
 
     def warm_up(self) -> None:
-        """Encodes an image, so that the first one of a client need not wait for what torch does once.
+        """Encodes an image, so that a client's first image does not wait for torch's one-time work.
 
         Raises:
-            VisionError: that does not work.
+            VisionError: the image cannot be encoded.
         """
         grid = np.array([self._family.sample_grid])
         try:
@@ -88,18 +89,18 @@ class VisionTower:
         return self._family.hidden_size
 
     def rows(self, grid: np.ndarray) -> list[int]:
-        """Rows of `pixel_values` of each image; `grid` [n, 3] must have passed `check`."""
+        """Returns the number of `pixel_values` rows of each image; `grid` [n, 3] must have passed `check`."""
         return [self._config.rows(*image) for image in _images(grid)]
 
     def tokens(self, grid: np.ndarray) -> list[int]:
-        """Output rows of each image; `grid` [n, 3] must have passed `check`."""
+        """Returns the number of output rows of each image; `grid` [n, 3] must have passed `check`."""
         return [self._config.tokens(*image) for image in _images(grid)]
 
     def check(self, pixel_values: np.ndarray, grid: np.ndarray) -> None:
-        """Passes what `encode` can take.
+        """Checks the arguments of `encode`.
 
         Raises:
-            InputError: a wrong shape or grid, or a number of rows that is not the grid's.
+            InputError: a shape or a grid is wrong, or the number of rows is not that of the grids.
         """
         if grid.ndim != 2 or grid.shape[1] != 3:
             raise InputError(GRID, f"must have shape [images, 3], got {list(grid.shape)}")
@@ -119,10 +120,9 @@ class VisionTower:
             raise InputError(PIXELS, f"has {pixel_values.shape[0]} rows, image_grid means {rows}")
 
     def split(self, grid: np.ndarray) -> list[slice]:
-        """The images (of `grid` [n, 3]) of each forward, in order, so that its memory is bounded.
-
-        A forward has at most `max_patches` patches, but always one image: an image cannot be divided, and
-        its size is the preprocessor's to limit.
+        """Returns the images (rows of `grid` [n, 3]) of each forward pass, in order, so that its memory is
+        bounded. A forward pass has at most `max_patches` patches, or a single image. An image cannot be
+        divided, and the preprocessor limits its size.
         """
         parts: list[slice] = []
         start = patches = 0
@@ -135,17 +135,18 @@ class VisionTower:
         return [*parts, slice(start, len(grid))] if len(grid) else []
 
     def encode(self, pixel_values: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
-        """Rows for the language model, by one forward; both arguments must have passed `check`.
+        """Computes the rows for the language model in one forward pass; both arguments must have passed
+        `check`.
 
         Args:
             pixel_values: float32 [rows of all images, row_size].
-            grid: integers [n, 3], at least one: (t, h, w) of each image in patches, before merging.
+            grid: integers [n, 3], at least one row: the grid of each image, see `VisionConfig`.
 
         Returns:
             One float32 [tokens, hidden_size] per image; they share memory.
 
         Raises:
-            RuntimeError: of torch, out of memory among them.
+            RuntimeError: torch failed, for example because it is out of memory.
         """
         # Triton's arrays are read-only views of shared memory, which torch warns of, and must not be kept.
         pixels = torch.from_numpy(np.array(pixel_values, dtype=np.float32, order="C"))
@@ -163,10 +164,10 @@ class VisionTower:
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is CUDA where it is visible, else CPU.
+    """Returns a torch device; `auto` is CUDA if it is visible, else the CPU.
 
     Raises:
-        VisionError: no such device, or not on this machine.
+        VisionError: there is no such device, this machine does not have it, or it is neither a CPU nor CUDA.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,7 +183,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def default_num_threads() -> int:
-    """Half of the cores this process may use: the other half is for decoding."""
+    """Returns half of the cores that this process may use, at least 1. The other half is for decoding."""
     return max(1, num_cpus() // 2)
 
 
@@ -220,7 +221,8 @@ def _targets(family: VisionFamily) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters get the dtype, but not the buffers that transformers keeps in float32 (as `to` would)."""
+    """Context manager in which new parameters get the dtype. Buffers that transformers keeps in float32 do
+    not, whereas `to` would convert them."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -230,5 +232,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _images(grid: np.ndarray) -> list[Grid]:
-    """The grid's rows as Python integers: products of 32-bit numbers from a client must not overflow."""
+    """Returns the grid's rows as Python integers, because products of a client's 32-bit numbers must not
+    overflow."""
     return [(int(t), int(h), int(w)) for t, h, w in grid]

@@ -31,14 +31,15 @@ def fill_weights(
     """Copies a checkpoint's tensors into the targets, converting type and device on the way.
 
     Args:
-        targets: by the names that `name_of` gives.
+        targets: parameters to fill, by the names that `name_of` returns.
         path: checkpoint directory.
-        name_of: the model's name for a checkpoint's name, None for a tensor that is not needed; what it names
-            and `targets` lacks is an error.
+        name_of: returns the model's name for a checkpoint's name; None: the tensor is not needed. A name that
+            `targets` lacks is an error.
         allow_pickle: whether .bin files may be read (tensors only) where there are no safetensors.
 
     Raises:
-        VisionError: no weights, a broken file, or tensors that are missing, unexpected or of a wrong shape.
+        VisionError: there are no weights, a file is broken, or a tensor is missing, unexpected, quantised or
+            of a wrong shape.
     """
     source, tensors = _find_files(path, lambda stored: name_of(stored) is not None, allow_pickle)
     filled: set[str] = set()
@@ -70,7 +71,8 @@ def fill_weights(
 
 
 def _find_files(path: Path, wanted: Wanted, allow_pickle: bool) -> tuple[Path, Iterator[NamedTensor]]:
-    """(file named in complaints about missing tensors, the wanted tensors)."""
+    """Returns (file to name in errors about missing tensors, the wanted tensors). Raises VisionError if there
+    are no files, or if they are pickles and `allow_pickle` is false."""
     for name, read in (("model.safetensors", read_safetensors), ("pytorch_model.bin", read_pickle)):
         found = find_files(path, name, VisionError, wanted)
         if found is None:

@@ -4,7 +4,7 @@ An implementation registers itself with `@implementation(...)`. `select` returns
 that supports the call, and logs the choice once. The caller may name an implementation. For other callers,
 the environment may name one for each operator
 (`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
-does not support the call; no other one is used silently.
+does not support the call. Another one is used only if the named one declines the call (`Declined`).
 """
 
 from __future__ import annotations

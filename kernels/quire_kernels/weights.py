@@ -79,7 +79,7 @@ class PackedLinear(Protocol):
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Returns rows [n, in_features] of W in x's type, for int64 indices [n]. W must not be gated, and
-        must be a GroupedWeight or not quantised."""
+        must be a GroupedWeight, a BlockWeight or not quantised."""
         ...
 
     def ungated(self) -> PackedLinear:
@@ -245,7 +245,8 @@ def group_weight(weight: torch.Tensor) -> GroupedWeight:
         weight: [out_features, in_features], floating point; in_features is a multiple of INT4_GROUP.
 
     Returns:
-        Codes as of int4, with bfloat16 scales. In float16, scales of tiny weights would become zero.
+        The matrix with codes as in int4, and bfloat16 scales. In float16, scales of tiny weights would become
+        zero.
     """
     parts = [_four_bits(rows.float(), torch.bfloat16) for rows in _in_parts(weight)]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))

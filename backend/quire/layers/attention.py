@@ -65,8 +65,8 @@ class Attention(nn.Module):
         return out
 
     def _attend(self, qkv: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Returns the attention output [num_tokens, num_heads * head_dim]. `qkv` holds each token's queries,
-        then keys, then values."""
+        """Writes the new tokens' keys and values to the cache, and returns the attention output [num_tokens,
+        num_heads * head_dim]. `qkv` holds each token's queries, then keys, then values."""
         heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._queries(heads, context)
         if context.query_factors is not None:

@@ -260,8 +260,8 @@ class DecoderConfig:
     the query and key projections, so that the operators rotate pairs half of the rotated dimensions apart."""
     query_scaling: QueryScaling | None = None
     chunk_size: int | None = None
-    """Positions in a chunk. In `chunked_layers`, a token sees only the tokens before it in its chunk; see
-    `AttentionMetadata.chunked`. None: no layer is chunked."""
+    """Positions in a chunk. In `chunked_layers`, a token sees only itself and the tokens before it in its
+    chunk; see `AttentionMetadata.chunked`. None: no layer is chunked."""
     chunked_layers: tuple[int, ...] = ()
     attention_scale: float
     attention_softcap: float | None = None
@@ -333,7 +333,8 @@ class DecoderConfig:
         """Returns one rank's configuration: its share of each layer's heads and inner features.
 
         Raises:
-            ConfigError: the heads or features cannot be divided equally.
+            ConfigError: the heads or features cannot be divided equally, or tensor parallelism does not
+                support the model.
         """
         experts, kv_heads, size = self.experts, self.num_kv_heads, ranks.size
         for key, is_so in self._undivided.items():
@@ -456,8 +457,8 @@ class DecoderConfig:
         return torch.float32 if self.unit_offset_norms or self.wide_norms else self.dtype
 
     def with_sliding_rope(self, windows: tuple[int | None, ...], rope: RopeConfig) -> DecoderConfig:
-        """Returns this configuration with windows, and with the other rotary embedding in the layers that
-        have a window."""
+        """Returns this configuration with these windows, and with rotary embedding `rope` in the layers that
+        have a window. Raises ValueError if `rope` rotates another number of dimensions."""
         if rope.rotary_dim != self.rope.rotary_dim:
             sizes = f"{self.rope.rotary_dim} and {rope.rotary_dim}"
             raise ValueError(f"{sizes} dimensions of a head would rotate in different layers")
@@ -509,7 +510,7 @@ def windows_by_layer_type(hf: HFConfig, num_layers: int, window: int | None) -> 
 
     Raises:
         CheckpointError: the list has the wrong length, or a type other than full_attention and
-            sliding_attention.
+            sliding_attention, or names sliding_attention although `window` is None.
     """
     types = hf.get("layer_types")
     if types is None:

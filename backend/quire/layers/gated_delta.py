@@ -100,7 +100,7 @@ class HybridConfig(DecoderConfig):
 
 
 class Convolution(nn.Module):
-    """Weights of a causal convolution of each channel."""
+    """Weights of a causal convolution over the tokens, with taps of its own for each channel."""
 
     def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Convolution(nn.Module):
 
     @property
     def taps(self) -> torch.Tensor:
-        """[num_taps, num_channels], contiguous."""
+        """Taps of the convolution, [num_taps, num_channels], contiguous."""
         return self.weight[:, 0].T
 
 

@@ -96,10 +96,11 @@ class LatentAttention(nn.Module):
             config, config.attended_size, {"o_proj": config.hidden_size}, parallel="row", bias=config.out_bias
         )
         self.least_expanded: int | None = None
-        """Least number of new tokens for which a sequence is expanded; None: none is."""
+        """Least number of new tokens for which a sequence is expanded; None: no sequence is."""
 
     def finish(self, device_type: str) -> None:
-        """Makes the matrices of the absorbed form from `kv_b_proj`, once that is packed."""
+        """Makes the matrices of the absorbed form from `kv_b_proj`, once that is packed. On devices other
+        than a CPU, sets `least_expanded`."""
         latent, dtype = self.latent, self.kv_up.dtype
         # Of whatever format it is: the matrix is what it makes of ones.
         ones = torch.eye(latent.kv_rank, dtype=dtype, device=self.kv_a_layernorm.weight.device)

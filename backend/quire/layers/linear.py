@@ -88,7 +88,7 @@ class Linear(nn.Module):
             `ops.pack_linear`.
         num_parts: number of pieces into which the ranks divide a part, by its name; by default, one per rank.
 
-    Sizes are this rank's.
+    `in_features` and the sizes in `parts` are this rank's.
     """
 
     tensors: LayerTensors

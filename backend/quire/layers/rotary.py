@@ -28,7 +28,7 @@ from quire.layers.hf_config import HFConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 MIN_NUMBER = 1e-6
-"""Least theta and least factor of a scaling. With smaller ones, angles are not finite."""
+"""Least theta and least factor of a scaling. With smaller ones, angles may not be finite."""
 NO_ROPE = "none"
 """Rope type of layers without rotary embedding. It occurs in no file."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
@@ -62,7 +62,7 @@ class RopeConfig:
         """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
         Raises:
-            CheckpointError: unknown type, or a key of the type is missing.
+            CheckpointError: a value is missing, wrong or not supported.
         """
         rope, scaling = hf.get("rope_parameters", {}), hf.get("rope_scaling", {})
         for one in (rope, scaling):
@@ -137,8 +137,9 @@ class RopeConfig:
     def longest_model_len(self) -> int:
         """Number of positions that the scaling was made for.
 
-        This is max_position_embeddings, or a multiple if the file states the length before scaling there:
-        always with `dynamic`, and with `yarn` if it equals the original length.
+        With `dynamic`, this is max_position_embeddings times the factor. With `yarn`, this is the original
+        length times the factor, if that is more than max_position_embeddings. With all others, this is
+        max_position_embeddings.
         """
         factor = self.parameters.get("factor") or 1.0
         if self.rope_type == "dynamic":
@@ -269,9 +270,10 @@ def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of a batch's positions, computed once per step for all layers.
 
-    They are looked up in a table that grows to the largest position used (128 k positions take 64 MiB).
-    Computing them in each step is little work, but torch uses a second thread pool for it. Its threads then
-    spin on the cores that the kernels need: 5 to 9 % of a decode step of 40 ms on two cores.
+    They are looked up in a table (128 k positions of 128 dimensions take 64 MiB). On a CPU it grows with the
+    largest position used; on a GPU it holds all `max_model_len` positions. Computing them in each step is
+    little work, but torch uses a second thread pool for it. Its threads then spin on the cores that the
+    kernels need: 5 to 9 % of a decode step of 40 ms on two cores.
 
     Args:
         rope: type and parameters.

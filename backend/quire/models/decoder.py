@@ -499,8 +499,8 @@ class DecoderModel(nn.Module, Model):
         return tensor.clone()
 
     def ignores(self, name: str) -> bool:
-        """See Model. Old Llama checkpoints store the rotary frequencies. Checkpoints with tied embeddings may
-        repeat them as the head."""
+        """See Model. True for the rotary frequencies of old Llama checkpoints, for a head that repeats tied
+        embeddings, and, with `has_layers_behind`, for layers after the last one."""
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
         return (
             name.endswith("rotary_emb.inv_freq")

@@ -12,7 +12,7 @@ from quire.models.deepseek_v2 import LatentModel
 
 
 class DeepseekV3ForCausalLM(LatentModel):
-    """DeepSeek V3: a token goes to the experts with the largest sigmoid scores in its best groups."""
+    """DeepSeek V3: a token goes to the experts with the largest biased sigmoid scores in its best groups."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -33,8 +33,8 @@ class DeepseekV3ForCausalLM(LatentModel):
 
 
 class Glm4MoeLiteForCausalLM(LatentModel):
-    """GLM-4.7-Flash: DeepSeek V3's experts in the layers that `mlp_layer_types` names; by default in all but
-    the first."""
+    """GLM-4.7-Flash: DeepSeek V3's experts in the layers that `mlp_layer_types` calls sparse; without that
+    key, in all but the first `first_k_dense_replace` (by default 1)."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -13,8 +13,8 @@ from quire.models.decoder import DecoderModel
 
 
 class GemmaForCausalLM(DecoderModel):
-    """Embeddings are tied unless the file says otherwise. The activation is tanh GELU, whatever old files
-    call it."""
+    """Embeddings are tied unless the file says otherwise. Files that name the activation `gelu` mean tanh
+    GELU."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -38,6 +38,7 @@ class GemmaForCausalLM(DecoderModel):
 
     @classmethod
     def activation(cls, hf: HFConfig) -> Any:
-        """Returns the name of the feed-forward's activation from `hidden_act`, unchecked."""
+        """Returns the name of the feed-forward's activation from `hidden_activation` or, if the file has
+        none, `hidden_act`, unchecked. "gelu" becomes tanh GELU."""
         stated = hf.get("hidden_activation") or hf.get("hidden_act", "gelu")
         return "gelu_pytorch_tanh" if stated == "gelu" else stated

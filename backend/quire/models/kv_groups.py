@@ -1,5 +1,6 @@
-"""KV groups: layers that share a block table, as they keep the same kind of past. That is the keys and values
-of all tokens, those in a window, or a state. This module does not import torch."""
+"""KV groups: layers that share a block table because they keep the same kind of past. This past is the keys
+and values of all tokens, the keys and values of the tokens in a window, or a state. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class HybridLayer(DecoderLayer):
 
 
 class HybridModel(DecoderModel):
-    """Qwen decoder with layers of both kinds. The tensors `mtp.*`, for multi-token prediction, are not
-    loaded."""
+    """Qwen decoder with gated DeltaNet in some layers and gated attention in the others. The tensors `mtp.*`,
+    for multi-token prediction, are not loaded."""
 
     layer_class = HybridLayer
     rotates_partly = True

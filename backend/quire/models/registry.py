@@ -103,7 +103,7 @@ def model_class(hf: HFConfig, model_impl: str = "quire", named: str = "") -> typ
 
     Raises:
         CheckpointError: the architecture is not supported; the message lists those that are.
-        ConfigError: the class `named` cannot be loaded.
+        ConfigError: the class `named`, or that of an entry point, cannot be loaded or is no Model.
     """
     if named:
         return _checked("model_class", load_class("model_class", named))

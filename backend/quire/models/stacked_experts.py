@@ -15,10 +15,12 @@ def split_experts(
 
     Args:
         layer: name of the decoder layer.
-        parts: names of an expert's matrices in the tensor, which have equally many rows of it.
+        parts: names of the matrices that the tensor holds of each expert, in order. Each has an equal share
+            of an expert's rows.
 
     Raises:
-        CheckpointError: the shape means another number of experts.
+        CheckpointError: the tensor does not have three dimensions, holds another number of experts, or its
+            rows cannot be divided among the parts.
     """
     tensor, offset = stored.tensor, stored.offset
     if tensor.ndim != 3 or tensor.shape[0] != num_experts or tensor.shape[1] % len(parts):

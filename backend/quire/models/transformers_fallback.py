@@ -72,9 +72,10 @@ _ROPE_OF_BATCHES = ("longrope", "dynamic")
 _MOST = 2**24
 """Largest size and number of anything in config.json."""
 _LABELS = ("_labels", "2label", "2id")
-"""Ends of the keys about a classifier's labels, of which transformers makes tables of any size."""
+"""Ends of the keys about a classifier's labels. They are left out, because transformers would make tables of
+any size from them."""
 _STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""Types of weights; others mean something else than numbers as they are."""
+"""Types of stored tensors that are accepted. Tensors of other types may not hold plain numbers."""
 _TOLERANCE = 0.02
 """Largest change of a hidden state, relative to the state's size, that counts as rounding."""
 
@@ -194,8 +195,9 @@ class TransformersModel(nn.Module, Model):
         """See Model.
 
         Raises:
-            ConfigError: the cache is to be quantised, and layers differ in their heads: scales, one for each
-                head, would make the layer with the largest keys another one.
+            ConfigError: the cache is to be quantised, and layers differ in the number or size of KV heads.
+                Scales add bytes per head, so the layer with the largest keys need not be the one that needs
+                most memory.
         """
         shapes = {(shape.num_kv_heads, shape.head_dim) for shape in self.config.attention}
         if kv_cache_dtype != "auto" and len(shapes) > 1:
@@ -271,7 +273,8 @@ class TransformersModel(nn.Module, Model):
         """See Model.
 
         Raises:
-            CheckpointError: a token's hidden state depends on other tokens by more than attention.
+            CheckpointError: transformers' code fails, or a token's hidden state depends on other tokens in
+                other ways than by attention.
         """
         name = type(self.head).__name__
         try:
@@ -428,8 +431,8 @@ def _logits(head: PreTrainedModel, given: _Given, hidden: torch.Tensor) -> torch
 
 
 def _checked_name(hf: HFConfig) -> str:
-    """Returns the architecture's name if transformers has a causal model of that name; raises
-    CheckpointError."""
+    """Returns the architecture's name. Raises CheckpointError if transformers has no causal model of that
+    name, or if the weights are quantised."""
     name, kind, version = hf.architecture, hf.get("model_type"), transformers.__version__
     if hf.gguf is not None or kind not in CONFIG_MAPPING:
         own = ", and code that auto_map names is not run" if hf.get("auto_map") else ""

@@ -1,7 +1,8 @@
 """pack_layers: replaces a transformers model's layers by faster equivalents.
 
-Plain linear layers are packed. Norms and gated feed-forward layers are found by their names. Each is replaced
-by one call only if that gives the same numbers for random inputs.
+Plain linear layers are packed. Norms and gated feed-forward layers are found by the names of their classes or
+parts. Each is replaced only if the faster module gives the same numbers for random inputs, except for
+rounding.
 """
 
 from __future__ import annotations

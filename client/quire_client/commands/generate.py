@@ -1,4 +1,4 @@
-"""`quire-client generate`: raw text that goes on behind a prompt."""
+"""`quire-client generate`: raw text that continues a prompt."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of the gateway's servers. Servers are asked for them when a name is not a model's."""
+    """The adapters of the gateway's servers. A server is asked for its adapters when models are listed, and
+    when a request names something that is not a model."""
 
     def __init__(self) -> None:
         self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()

@@ -98,7 +98,7 @@ class GatewaySettings:
 def create_app(
     settings: GatewaySettings, *, make_fetcher: Callable[[ImagePolicy], ImageFetcher] = ImageFetcher
 ) -> Starlette:
-    """The ASGI application; its lifespan owns the connection to the server.
+    """Returns the ASGI application. Its lifespan opens and closes the connections to the servers.
 
     Args:
         make_fetcher: makes the fetcher of images; tests pass one with a transport of their own.

@@ -1,4 +1,5 @@
-"""`Batch`: several prompts of token ids as one request, where the server takes one of them at a time."""
+"""`Batch`: several prompts of token ids as one request, for servers that accept only one such prompt per
+request."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class RequestError(Exception):
 def error_object(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The body of an error answer; what has no UTF-8 form (lone surrogates) is replaced."""
+    """Returns the body of an error answer. Texts are cut to MAX_MESSAGE characters, and lone surrogates,
+    which have no UTF-8 form, are replaced."""
     message, param = _text(message), None if param is None else _text(param)
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
@@ -57,7 +58,7 @@ def _text(text: str) -> str:
 
 
 def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body of a failure."""
+    """Returns the HTTP status and the body for a failure."""
     if isinstance(error, RequestError):
         body = error_object(error.message, error.status, param=error.param, code=error.code)
         return error.status, body

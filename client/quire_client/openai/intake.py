@@ -106,7 +106,7 @@ class Hold:
         self._reserve(count * _VALUE_BYTES)
 
     def take_text(self, num_bytes: int) -> None:
-        """Adds the memory of a body's texts, as far as it exceeds the bytes received.
+        """Adds the memory of a body's texts beyond the bytes received, which are already counted.
 
         Raises:
             RequestError: there is no room (503).
@@ -150,10 +150,11 @@ class Hold:
 
 
 async def read_body(request: Request, hold: Hold) -> bytes:
-    """The body of a request.
+    """Reads and returns the body of a request.
 
     Raises:
-        RequestError: of another type than JSON (415), too long (413), too slow (408), or no room (503).
+        RequestError: the body is not of type JSON (415), is too long (413) or too slow (408), or there is no
+            room for it (503).
     """
     # Browsers send other types to any address without asking it first, so that every page could post here.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -210,7 +211,7 @@ def write_json(value: Any) -> bytes:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
+    """Returns the JSON object in a request's body.
 
     Raises:
         RequestError: invalid UTF-8 or JSON, not an object, or nested more than MAX_DEPTH deep.

@@ -43,7 +43,7 @@ class ApiKey:
     tokens_per_minute: int | None = None
     """Limit for tokens of prompts and answers together; None: no limit."""
     admin: bool = False
-    """Whether it may load and unload LoRA adapters."""
+    """Whether requests with the key may load and unload LoRA adapters."""
 
 
 class Budget:

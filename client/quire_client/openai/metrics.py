@@ -40,5 +40,5 @@ class Metrics:
         self.output: Counter = named(Counter, "output_tokens", "Tokens of answers.", *model)
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

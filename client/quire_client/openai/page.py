@@ -1,4 +1,5 @@
-"""The chat page at `/`: one file without anything from elsewhere, and with nothing else allowed."""
+"""The chat page at `/`: one file that loads nothing else. Its Content-Security-Policy allows only its own
+script and style, `data:` images, and requests to this gateway."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ async def chat_page(request: Request) -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """The page and its Content-Security-Policy, with its script and its style by their hashes."""
+    """Returns the page and its Content-Security-Policy, which allows the page's script and style by their
+    hashes."""
     text = resources.files("quire_client.openai").joinpath("page.html").read_text("utf-8")
     policy = {
         "default-src": "'none'",

@@ -164,11 +164,11 @@ limit of messages."""
 MAX_IMAGES = 16
 """Most images of one conversation; the server has the same limit."""
 MAX_EFFORT = 32
-"""Characters of `reasoning_effort`."""
+"""Most characters of `reasoning_effort`."""
 MAX_INPUTS = 2048
-"""Inputs of one request for embeddings, as OpenAI's."""
+"""Most inputs of one request for embeddings; OpenAI has the same limit."""
 MAX_MODEL_LENGTH = 256
-"""Characters of a model's name."""
+"""Most characters of a model's name."""
 _NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
 """Values that ask for nothing. Fields with them are not sent, because not every model knows these fields."""
 MAX_TOP_LOGPROBS = 20

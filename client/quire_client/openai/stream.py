@@ -80,8 +80,8 @@ async def _disconnect(receive: Any) -> None:
 class EventStream:
     """ASGI response: the rest of a stream as `data: {...}` events, ended by `data: [DONE]`.
 
-    An error after the first chunk, when the status is sent, is an event `data: {"error": {...}}` without a
-    `[DONE]` behind it.
+    The status is sent with the first chunk. An error after that is an event `data: {"error": {...}}`, and no
+    `[DONE]` follows.
     """
 
     exchanges: Exchanges

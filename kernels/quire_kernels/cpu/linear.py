@@ -54,12 +54,12 @@ def can_pack(
 
 
 class NativeLinear:
-    """See `ops.pack_linear`. The weights are still to be packed; scales and a bias are as the kernels want
-    them, if there are any.
+    """See `ops.pack_linear`. The constructor only allocates memory; `pack_dense` and `pack_grouped` fill it
+    with weights, scales and bias.
 
     Args:
         shape: [columns, in_features] of W.
-        num_scales: of each column.
+        num_scales: number of scales of each column.
         groups: the structure Groups of grouped weights.
     """
 

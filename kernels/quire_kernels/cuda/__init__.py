@@ -5,7 +5,7 @@ Where things are:
   needs. `include/device.cuh` has every construct that only a GPU has; the other headers are plain C++ on it.
 - `compiler`: NVRTC, the cache on disk, the list of all variants, and the report of registers and spills.
 - `launch`: the driver. `kernels`: operators on any launcher, with the structures as the sources declare them.
-- `operators`: registration, and the fallback where a kernel cannot be had. `copy`: blocks to and from hosts.
+- `operators`: registration, and the fallback if a kernel is not available. `copy`: blocks to and from hosts.
 - tests/kernels/cuda_emulator: the same sources on a CPU.
 
 To add a kernel: write it with `KERNEL(name, Params, threads, blocks)` and the primitives of device.cuh, add

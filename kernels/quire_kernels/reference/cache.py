@@ -43,7 +43,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def _scatter(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """new [num_tokens, 2, num_kv_heads, ...] into cache [num_blocks, 2, num_kv_heads, block_size, ...]."""
+    """Writes new [num_tokens, 2, num_kv_heads, ...] into cache [num_blocks, 2, num_kv_heads, block_size,
+    ...]."""
     if cache.stride(1) == 0:  # values are keys
         new, cache = new[:, :1], cache[:, :1]
     block_size = cache.shape[3]

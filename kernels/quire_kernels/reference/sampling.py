@@ -1,8 +1,8 @@
 """Sampling in PyTorch, for all rows of a batch at once. Used on CPUs for typical-p, or without C++ kernels.
 
-Each filter computes only the rows that use it. The host must know these rows, so on a GPU it waits for that.
-The CDF is evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so no float32
-sum runs over the whole vocabulary.
+Each filter computes only the rows that use it. The host must know these rows, so with a GPU it waits for the
+device. The CDF is evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so no
+float32 sum runs over the whole vocabulary.
 """
 
 from __future__ import annotations

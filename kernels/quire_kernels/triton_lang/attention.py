@@ -566,9 +566,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `ops.paged_attention`.
 
-    In a CUDA graph, capture the first call of a step too: it computes the plan of `_assigned`, which the
-    replay has to compute again. Each capture wants a metadata object of its own: one that an earlier capture
-    used has a plan already.
+    The capture of a CUDA graph must include the first call of a step, because this call computes the plan of
+    `_assigned`, and each replay must compute the plan again. Each capture needs a metadata object of its own,
+    because one that an earlier capture used already has a plan.
     """
     data = data_of(kv_layer)
     assert query.shape[0] == meta.num_tokens, "one query row per token of the batch"
