@@ -254,9 +254,11 @@ TENSORRT_LLM_OUTPUTS: tuple[TensorSpec, ...] = (
 
 
 def inputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
-    """Returns the inputs of a generator. Args: batched: whether its max_batch_size is above 0. Then every
-    tensor has one more dimension, the batch, before its dims, and the model accepts TensorRT-LLM's requests,
-    in which `stop` is a flag.
+    """Returns the inputs of a generator.
+
+    Args:
+        batched: whether its max_batch_size is above 0. Then every tensor has one more dimension, the batch,
+            before its dims, and the model accepts TensorRT-LLM's requests, in which `stop` is a flag.
     """
     if not batched:
         return INPUTS
