@@ -200,7 +200,7 @@ def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Ite
 
 def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
     """Yields the wanted tensors of one .bin or .pt file. Raises the exception that `fail` makes if the file
-    is broken, or holds code or anything but tensors."""
+    is broken or holds code, or if a wanted entry is not a tensor."""
     try:
         mapped = _check_pickle(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)

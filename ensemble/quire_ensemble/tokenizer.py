@@ -116,8 +116,8 @@ class Tokenizer:
 
     @classmethod
     def find(cls, named: str, own: str | Path) -> Tokenizer | None:
-        """Returns the tokenizer of the checkpoint `named`. If `named` is empty, returns that of `own`, or
-        None if `own` has none.
+        """Returns the tokenizer of the checkpoint `named`. If `named` is empty, returns that of the
+        checkpoint `own`, or None if it has none.
 
         Raises:
             TokenizerError: `named` has no tokenizer, or the tokenizer cannot be loaded.

@@ -11,7 +11,7 @@ from quire_kernels.quantized_kv import KVLayer
 
 
 class AdapterStep(NamedTuple):
-    """Adapters of a step. At least one token has one."""
+    """Adapters of a step in which tokens may have one."""
 
     slots: torch.Tensor
     """int32 [num_tokens]: slot of each token's adapter; -1: the token has no adapter."""

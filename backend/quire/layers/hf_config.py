@@ -115,11 +115,12 @@ class HFConfig:
         return default if value is None else value
 
     def with_defaults(self, **values: Any) -> HFConfig:
-        """Returns this config with values for keys that are missing. A null is kept."""
+        """Returns this config with values for keys that are missing. A null is kept. `gguf` and `unused` are
+        not carried over."""
         return self.replace(**{**values, **self.values})
 
     def replace(self, **values: Any) -> HFConfig:
-        """Returns this config with some values replaced."""
+        """Returns this config with some values replaced. `gguf` and `unused` are not carried over."""
         return HFConfig(self.path, {**self.values, **values})
 
     def require_int(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
