@@ -398,4 +398,4 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
     },
 }
 """Functions that make an output's array, by `ParsedRequest.form` and output name, without `finish_reason`.
-The outputs of "batched" that TensorRT-LLM has too are shaped as there, with dimensions for batch and beams."""
+The outputs of "batched" that TensorRT-LLM has too are shaped as there, with batch and beam dimensions."""
