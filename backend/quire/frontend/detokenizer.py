@@ -4,8 +4,8 @@ The contract is equality with the whole: the deltas of a request concatenate to 
 `tokenizer.decode(output_ids)`, decoded without the prompt (so a SentencePiece tokenizer strips the first
 space, as it does there). Tokens pass three stages, each of which holds back what it cannot yet decide:
 
-1. decoding: a window of the newest tokens is decoded again with new ones (each by itself only where a stop
-   string may end the text behind it); what they add to the text already decided is new.
+1. decoding: a window of the newest tokens is decoded again together with new tokens (one at a time if there
+   are stop strings). Text after the part that is already decided is new.
    Undecided is a U+FFFD at the end, which may be an incomplete UTF-8 sequence, and a run of byte-fallback
    tokens (`<0xE4>`), which the decoders of SentencePiece models turn into U+FFFD as a whole when one byte of
    it is wrong;

@@ -423,7 +423,9 @@ class ServerRun:
         return process
 
     def _handle_signal(self, process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-        """Waits at most `timeout_s` for the next signal and acts on it. Does what is due, too.
+        """Waits at most `timeout_s` for the next signal and acts on it.
+
+        Before that it stops the engines, kills the server or starts the gateway, if their time has come.
 
         Returns:
             Exit status of the server; None: it has not ended.

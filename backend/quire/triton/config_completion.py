@@ -220,7 +220,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """A checkpoint's path without links, so that all who name one checkpoint get the same path.
+    """A checkpoint's path without links, so that all names of one checkpoint give the same path.
 
     A file keeps its name even if it is a link: the link's name says that it is a .gguf file, and which part
     of a split one, while the name of the link's target may not.

@@ -90,7 +90,7 @@ class RequestReader:
         Raises:
             InvalidArgumentError: the id or another text is not UTF-8, or the id or a tensor is larger than
                 any that could be right.
-            UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
+            UnavailableError: the embeddings of this frontend's requests would exceed `max_embeds_bytes`.
         """
         info = self._info()
         raw = RawRequest(

@@ -1,4 +1,4 @@
-"""RequestLog: a line for each request that has ended, where the operator wants them."""
+"""RequestLog: logs a line for each request that has ended, if the operator asks for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ logger = logging.getLogger("quire.requests")
 
 
 class RequestLog:
-    """Logs ends at INFO, those of commands that did not fail at DEBUG: counts and times, no texts."""
+    """Logs counts and times of ended requests at INFO, and of commands that did not fail at DEBUG. It logs no
+    text of prompts or answers."""
 
     def ended(self, record: RequestEnded) -> None:
         is_quiet = record.is_command and not record.error_code

@@ -229,8 +229,9 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
 def _fits_request(one: ChoiceResult, prompt: ParsedRequest) -> bool:
     """Whether a choice's result has what its prompt asks for.
 
-    It must have log-probabilities and an embedding exactly if they are asked for, no prompt log-probabilities
-    of a wrong length, no more tokens than allowed, and no more cached tokens than the prompt has.
+    An embedding and its tokens' log-probabilities must be there exactly if they are asked for. Prompt
+    log-probabilities, if there, must be asked for and have the prompt's length. There must be no more tokens
+    than `max_tokens`, and no more cached tokens than the prompt has.
     """
     params, num_prompt_tokens = prompt.params, len(prompt.prompt_token_ids)
     if len(one.embedding) != 4 * params.dimensions:

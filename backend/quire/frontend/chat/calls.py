@@ -41,9 +41,9 @@ class ArgumentsReader:
 class CallReader:
     """Reads a call written as an object `{"name": ..., "arguments": {...}}`; the key may be "parameters".
 
-    Other keys are ignored. The call begins in the sink once its name is known and arguments have begun (those
-    written as a string: are complete) or the object has ended. Until then it may turn out to be no call; its
-    text is in `raw`.
+    Other keys are ignored. The sink gets the name and the first arguments when both have arrived. Arguments
+    written as a string or null must be complete for that. A call without arguments begins when its object
+    ends. Before it has begun, it may turn out to be no call; until then its text is in `raw`.
 
     Args:
         needs_arguments: whether an object without arguments is no call.
