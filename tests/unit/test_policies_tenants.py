@@ -12,6 +12,9 @@ from quire.core.request import Request
 from quire.errors import UnavailableError
 from quire.request.sampling_params import SamplingParams
 from quire.request.scheduling_params import SchedulingParams
+from tests.fixtures.fair_queue import counter
+from tests.fixtures.fake_engine import FakeEngine
+from tests.fixtures.fake_runner import VOCAB_SIZE
 
 
 def make_request(tenant: str, prompt: int = 1, request_id: str = "r") -> Request:
@@ -175,3 +178,16 @@ def test_a_tenant_with_requests_here_is_never_forgotten() -> None:
     assert not tenants.may_run(running)
     assert tenants.tokens_left("busy", 0.0) == 1
     assert len(tenants._accounts) + len(tenants._idle) == MAX_IDLE_TENANTS + 1
+
+
+def test_the_fair_queue_charges_what_a_prompt_computes() -> None:
+    """The scheduler told the queue the cached tokens after it had charged the prompt."""
+    engine = FakeEngine(num_blocks=64, queue_policy="fair", cache={"enable_prefix_caching": True})
+    prompt = [(position * 5) % VOCAB_SIZE for position in range(41)]
+    engine.add("first", 0, 1, prompt=prompt, scheduling=SchedulingParams(tenant="a"))
+    engine.run()
+    assert counter(engine.scheduler.roster.queue, "a") == 41 + 2
+    engine.add("again", 0, 1, prompt=prompt, scheduling=SchedulingParams(tenant="b"))
+    engine.run()
+    assert engine.requests["again"].num_cached_tokens == 40
+    assert counter(engine.scheduler.roster.queue, "b") == 43 + 1 + 2  # lifted, as nobody waits

@@ -7,6 +7,7 @@ import pytest
 from quire.config import CacheConfig
 from quire.core.request import RequestStatus
 from quire.errors import InvalidArgumentError
+from tests.fixtures.fair_queue import counter
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import STAGES, VOCAB_SIZE
 
@@ -155,6 +156,27 @@ def test_a_request_that_loads_ends_whenever_its_step_fails(stage: str) -> None:
     assert not engine.scheduler.has_work
     engine.check_outputs()
     assert engine.kv.num_free_blocks == 16
+
+
+def test_a_request_whose_load_failed_is_admitted_for_the_first_time_once() -> None:
+    """It was counted, and its tenant was charged, at the second admission again."""
+    cache = {"enable_prefix_caching": True}
+    engine = FakeEngine(num_blocks=16, host_blocks=64, queue_policy="fair", cache=cache)
+    prompt = [(position * 5) % VOCAB_SIZE for position in range(33)]
+    engine.add("first", 0, 3, prompt=prompt)
+    engine.run()
+    engine.kv.reset()
+    charged, queried = counter(engine.scheduler.roster.queue, ""), engine.kv.num_queried_tokens
+    cached = engine.kv.num_cached_tokens
+    engine.add("loads", 0, 3, prompt=prompt)
+    (load,) = engine.scheduler.schedule().kv_loads
+    engine.kv.reset()
+    engine.scheduler.finish_loads([(load.load_id, 0)])
+    engine.run(max_steps=20)
+    assert engine.kv.num_queried_tokens - queried == 33
+    assert engine.kv.num_cached_tokens == cached
+    assert counter(engine.scheduler.roster.queue, "") - charged == 1 + 3 * 2  # what was not to be loaded, and three tokens
+    engine.check_outputs()
 
 
 def test_what_a_failed_step_was_to_drop_is_dropped_by_the_next_one() -> None:

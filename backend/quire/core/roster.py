@@ -146,17 +146,18 @@ class Roster:
         """Starts a waiting request from its cached prefix."""
         self.queue.remove(request)
         self.tenants.on_admitted(request)
-        self._seat(request, is_new=not request.num_preemptions and request.index == 0)
+        is_new = not request.num_preemptions and request.index == 0
+        if is_new:
+            request.num_cached_tokens = prefix.num_tokens
+            self.kv.num_cached_tokens += prefix.num_tokens
+            if not request.scheduling.is_internal:
+                self.kv.num_queried_tokens += request.num_tokens
+        self._seat(request, is_new=is_new)
         self.transfers.begin(request, prefix)
         if request.scheduling.session:
             self.kv.pins.touch(session_pin(request), self.clock() + self._session_ttl_s)
         if not request.admitted_at:
             request.admitted_at = self.clock()
-        if not request.num_preemptions and request.index == 0:
-            request.num_cached_tokens = prefix.num_tokens
-            self.kv.num_cached_tokens += prefix.num_tokens
-            if not request.scheduling.is_internal:
-                self.kv.num_queried_tokens += request.num_tokens
 
     def preempt(self, request: Request) -> None:
         """Preempts a running request and frees its blocks. Swaps them out first if `BlockTransfers.swap_out`

@@ -415,6 +415,7 @@ class Scheduler:
                 self.kv.num_cached_tokens -= request.num_cached_tokens
                 request.num_cached_tokens = 0
                 self.roster.requeue(request)
+                request.num_preemptions += 1  # its next admission is not its first
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason) -> list[EngineCoreOutput]:
         """Ends requests in any state and frees their blocks at once.
