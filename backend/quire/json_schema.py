@@ -1,10 +1,10 @@
-"""Rewrites a client's JSON schema so that llguidance reads it with the same meaning, or refuses it.
+"""Rewrites a client's JSON schema so that every value that llguidance allows satisfies it, or refuses it.
 
-llguidance reads numbers as doubles and rounds all others. So a bound that is not a double moves inwards to
-the next double that llguidance also prints exactly, and such constants are refused. If two bounds are less
-than 1 apart, llguidance accepts the one nearer to 0 if it is a whole number, even where it is excluded; so
-such a bound moves, too. And llguidance refuses a `oneOf` if it does not see that its schemas exclude each
-other.
+llguidance reads numbers as doubles and compares some with a double's shortest digits. So a bound from 2**53
+on moves inwards to the next double that admits nothing else in either way, and constants that are not doubles
+are refused. If two bounds are less than 1 apart, llguidance accepts the one nearer to 0 if it is a whole
+number, even where it is excluded; so excluded bounds of that kind always move. llguidance refuses a `oneOf`
+unless it sees that its schemas exclude each other; where this module sees it, the `oneOf` becomes an `anyOf`.
 """
 
 from __future__ import annotations

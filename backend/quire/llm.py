@@ -162,7 +162,8 @@ class LLM:
 
         Args:
             prompts: texts or lists of token ids.
-            dimensions: length of each embedding, cut after that many numbers; 0: the model's full size.
+            dimensions: how many of an embedding's leading numbers are kept, before it is normalised (if it
+                is); 0: all.
 
         Raises:
             InvalidArgumentError, UnavailableError, EngineError: as `generate`.

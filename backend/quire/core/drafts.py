@@ -33,8 +33,8 @@ _MARGIN = 1.15
 """Factor by which a draft's expected gain must exceed its cost, since its probability is an estimate."""
 _LIKELY = 0.8
 _PROBED = 32
-"""One step in this many tries likely drafts even if they seem too expensive, as their cost may have
-changed."""
+"""In one of this many steps, a row whose drafts are likely verifies one of them even if it seems too
+expensive, because its cost may have changed."""
 _RATED = 0.15
 """Weight of the newest rated token in the moving averages `Drafter.chance` and `Drafter.model_chance`."""
 _HOPED = 0.7

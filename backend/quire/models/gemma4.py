@@ -107,8 +107,8 @@ class Gemma4Attention(nn.Module):
 
 
 class Gemma4Layer(DecoderLayer):
-    """Gemma 3's layer, then a gated projection of the layer's own input is added, and the sum is multiplied
-    by a scalar."""
+    """Gemma 3's layer. If the model has per-layer inputs, this layer's input (`context.per_layer`) is gated by
+    the hidden state, projected, normed and added. The sum is multiplied by a scalar."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)

@@ -88,7 +88,8 @@ def group_size(config: DecoderConfig) -> int:
 
 
 def _awq(tensors: Tensors, inputs: LayerInputs) -> dict[str, QuantizedMatrix]:
-    """Applies AWQ's factors, then rounds with GPTQ. The two methods can be combined."""
+    """Multiplies by AWQ's factors, then rounds with GPTQ. AWQ only chooses the factors, so any rounding may
+    follow."""
     group, dtype = group_size(inputs.config), inputs.dtype
     grams = {}
     for linears in input_groups(tensors):
