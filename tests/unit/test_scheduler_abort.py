@@ -175,7 +175,9 @@ def test_a_request_whose_load_failed_is_admitted_for_the_first_time_once() -> No
     engine.run(max_steps=20)
     assert engine.kv.num_queried_tokens - queried == 33
     assert engine.kv.num_cached_tokens == cached
-    assert counter(engine.scheduler.roster.queue, "") - charged == 1 + 3 * 2  # what was not to be loaded, and three tokens
+    assert (
+        counter(engine.scheduler.roster.queue, "") - charged == 1 + 3 * 2
+    )  # what was not to be loaded, and three tokens
     engine.check_outputs()
 
 
