@@ -257,7 +257,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     first_token_at: float = 0.0
     """When the choice's first token was processed, on the scheduler's clock; set in its first output."""
     num_preemptions: int = 0
-    """Number of times that the choice was preempted or its load of blocks failed; set with `finish_reason`."""
+    """How often the choice was preempted or a load of its blocks failed; set with `finish_reason`."""
     num_draft_tokens: int = 0
     """Number of draft tokens of the choice that steps have verified so far."""
     num_accepted_drafts: int = 0
