@@ -77,6 +77,7 @@ first start has none, so that an error in a model is reported once, and at once.
 IDLE_S = 3600.0
 """Longest wait for a signal while there is nothing else to do, in seconds."""
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """Exit statuses of a server that a lost stub may have crashed before `LostStubs.look` found the stub."""
@@ -530,13 +531,12 @@ def _next_signal(timeout_s: float) -> int | None:
     `signal.sigtimedwait` is not used. If the time is over when a stopped process is continued, CPython
     returns uninitialised memory, which would be mistaken for a signal.
     """
-    libc = ctypes.CDLL(None)
     wanted = (ctypes.c_ulong * 16)()  # a sigset_t
     for number in _SIGNALS:
-        libc.sigaddset(wanted, number)
+        _LIBC.sigaddset(wanted, number)
     seconds, rest = divmod(max(0.0, timeout_s), 1.0)
     limit = (ctypes.c_long * 2)(int(seconds), int(rest * 1e9))  # a timespec
-    found = int(libc.sigtimedwait(wanted, None, limit))
+    found = int(_LIBC.sigtimedwait(wanted, None, limit))
     return found if found > 0 else None
 
 
@@ -597,13 +597,13 @@ def _end_leftovers() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
     # Loaded before the fork: nothing may be imported or allocated much after it.
-    prctl = ctypes.CDLL(None).prctl
+    prctl = _LIBC.prctl
 
     def prepare() -> None:
         # Tied to our main thread, which forks here and lives as long as we do: if we are killed, the server
