@@ -24,6 +24,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig, ModelConfig
 from quire.errors import ConfigError
+from quire.layers.config import AttentionKind
 from quire.worker import model_runner
 from quire_kernels import ops, registry
 from quire_kernels.flashinfer import operators, wrappers
@@ -366,13 +367,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def shape(attention_backend: str) -> Any:
     """What is looked at of a model."""
     return SimpleNamespace(
-        sliding_windows=(None, 12),
-        num_heads=8,
-        head_dim=64,
-        num_kv_heads=2,
+        attention_kinds=[AttentionKind(8, 2, 64, window, None, has_sinks=False) for window in (None, 12)],
         dtype=torch.bfloat16,
-        attention_softcap=None,
-        attention_sinks=False,
         attention_backend=attention_backend,
     )
 

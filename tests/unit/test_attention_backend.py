@@ -77,6 +77,14 @@ def test_what_cannot_be_is_refused_at_start_with_the_reason(checkpoint: Path) ->
         LLM(checkpoint, attention_backend=cpu, dtype="float16")
 
 
+def test_a_backend_must_serve_the_heads_of_all_layers(tmp_path: Path) -> None:
+    """Where layers differ in them, each step failed."""
+    path = make_checkpoint("gemma4", tmp_path, tokenizer=False, head_dim=16, global_head_dim=40)
+    cpu = next(name for name in usable() if name != "reference")
+    with pytest.raises(ConfigError, match=rf"attention_backend={cpu} cannot serve .*head_dim 40"):
+        LLM(path, attention_backend=cpu, dtype="float32")
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_each_engine_of_a_process_keeps_its_own(
     checkpoint: Path, called: set[str], is_fused: bool, monkeypatch: pytest.MonkeyPatch

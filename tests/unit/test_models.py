@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from quire.config import ModelConfig
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.layers.embedding import Embedding
 from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Linear
@@ -33,6 +33,7 @@ from quire_kernels import registry
 from quire_kernels.quantized_kv import data_of
 from tests.fixtures.checkpoints import (
     DENSE_FAMILIES,
+    FALLBACK_FAMILIES,
     GEMMA_FAMILIES,
     HYBRID_FAMILIES,
     MLA_FAMILIES,
@@ -69,6 +70,8 @@ ALL_FAMILIES = (
     *MLA_SIBLINGS,
     *HYBRID_FAMILIES,
 )
+QUANTISE_NO_CACHE = (*MLA_FAMILIES, *MLA_SIBLINGS, "mimo_v2_flash")
+"""Families whose layers keep latent vectors, or on transformers' code heads of different sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,23 @@ def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str
     # Rounding errors of layers add up like the steps of a random walk.
     assert 0 < ours < HALF_TOLERANCE[dtype] * (driver.model.config.num_layers / 2) ** 0.5
     assert ours < 1.1 * error(hf_logits(hf_model(path, dtype), ids))
+
+
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *FALLBACK_FAMILIES])
+def test_a_quantised_cache_is_close_to_a_plain_one_or_refused_by_its_key(
+    family: str, checkpoints: dict[str, Path]
+) -> None:
+    """In chunks, so that most keys and values are read from the cache."""
+    driver, ids = Driver.load(checkpoints[family]), tokens(40)
+    exact = driver.logits(ids, 7)
+    for kind, most in (("int8", 0.15), ("fp8", 0.3)):
+        if family in QUANTISE_NO_CACHE:
+            with pytest.raises(ConfigError, match=f"^kv_cache_dtype={kind}"):
+                driver.model.kv_spec(kind)
+            continue
+        found = Driver(driver.model, kv_cache_dtype=kind).logits(ids, 7)
+        distance = (found - exact).square().mean(1).median().sqrt() / exact.std()
+        assert 0 < distance < most, kind
 
 
 @pytest.mark.row("E3")

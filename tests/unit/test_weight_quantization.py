@@ -66,10 +66,21 @@ def test_answers_in_four_and_eight_bits() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int4", "w8a8", "w4a8"])
-def test_sizes_that_do_not_divide_are_refused_by_name(quantization: str, tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path, tokenizer=False, intermediate_size=144)
+@pytest.mark.parametrize(
+    ("family", "key", "value", "name"),
+    [
+        ("llama", "intermediate_size", 144, "intermediate_size=144"),
+        ("qwen3_5", "linear_value_head_dim", 12, "inputs of out_proj=48"),
+        ("gemma4", "global_head_dim", 20, "inputs of o_proj without a window=80"),
+        ("gemma4", "hidden_size_per_layer_input", 48, "hidden_size_per_layer_input=48"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_by_name(
+    quantization: str, family: str, key: str, value: int, name: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path, tokenizer=False, **{key: value})
     config = EngineConfig.from_mapping({"model": str(path), "quantization": quantization})
     with pytest.raises(
-        ConfigError, match=f"quantization={quantization} .* intermediate_size=144 .* use int8"
+        ConfigError, match=f"quantization={quantization} .* {name} .* use int8"
     ):
         ModelRunner(config)

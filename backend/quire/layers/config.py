@@ -228,6 +228,18 @@ class LatentConfig:
         return config
 
 
+class AttentionKind(NamedTuple):
+    """Properties of a layer's attention by which its kernel is chosen."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Positions that a token sees, itself included; None: all."""
+    softcap: float | None
+    has_sinks: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape and switches of a decoder of the Llama family."""
@@ -425,6 +437,18 @@ class DecoderConfig:
         return sizes
 
     @property
+    def input_sizes(self) -> dict[str, int]:
+        """Input features of the kinds of linear layers that the model has, by their names."""
+        sizes = {
+            "hidden_size": self.hidden_size,
+            **self.inner_sizes,
+            "inputs of o_proj": self.attended_size,
+        }
+        if self.latent is not None and self.latent.query_rank is not None:
+            sizes["q_lora_rank"] = self.latent.query_rank
+        return sizes
+
+    @property
     def kv_layers(self) -> tuple[int, ...]:
         """For each layer, the layer whose keys and values it reads: itself or, for some layers at the end, an
         earlier one."""
@@ -439,6 +463,16 @@ class DecoderConfig:
     def embedded_size(self) -> int:
         """Size of a row of `DecoderModel.embed`."""
         return self.hidden_size + self.num_layers * self.per_layer_size
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The different kinds of attention among the layers."""
+        kinds = (self._attention_kind(window) for window in self.sliding_windows)
+        return tuple(dict.fromkeys(kinds))
+
+    def _attention_kind(self, window: int | None) -> AttentionKind:
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return AttentionKind(*heads, window, self.attention_softcap, self.attention_sinks)
 
     @property
     def keeps_logits_order(self) -> bool:

@@ -90,6 +90,11 @@ class HybridConfig(DecoderConfig):
     delta_layers: tuple[int, ...]
     """Indices of the layers with gated DeltaNet."""
 
+    @property
+    def input_sizes(self) -> dict[str, int]:
+        """See DecoderConfig."""
+        return {**super().input_sizes, "inputs of out_proj": self.delta.value_size}
+
     def layer_weights(self, num_experts: int) -> int:
         """See DecoderConfig."""
         gate = self.hidden_size * self.num_heads * self.head_dim

@@ -444,15 +444,8 @@ def _is_absent_bias(name: str, stored: NamedTensor) -> bool:
 
 
 def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:
-    sizes = {
-        "hidden_size": config.hidden_size,
-        **config.inner_sizes,
-        "inputs of o_proj": config.attended_size,
-    }
-    if config.latent is not None and config.latent.query_rank is not None:
-        sizes["q_lora_rank"] = config.latent.query_rank
     group = config.scheme.input_multiple
-    for name, size in sizes.items():
+    for name, size in config.input_sizes.items():
         if size % group:
             raise ConfigError(
                 f"quantization={quantization} has groups of {group} input features, and the checkpoint's "

@@ -11,6 +11,7 @@ from torch import nn
 
 from quire.layers.config import (
     SANDWICH_NORMS,
+    AttentionKind,
     DecoderConfig,
     ropes_by_layer_type,
     windows_by_layer_type,
@@ -49,6 +50,20 @@ class Gemma4Config(DecoderConfig):
     widens_shared: bool
     """Whether the layers that share KV have a feed-forward part of twice the size."""
     per_layer_vocab_size: int
+
+    @property
+    def input_sizes(self) -> dict[str, int]:
+        """See DecoderConfig."""
+        sizes = {**super().input_sizes, "inputs of o_proj without a window": self.num_heads * self.full_head_dim}
+        if self.per_layer_size:
+            sizes["hidden_size_per_layer_input"] = self.per_layer_size
+        return sizes
+
+    def _attention_kind(self, window: int | None) -> AttentionKind:
+        kind = super()._attention_kind(window)
+        if window is not None:
+            return kind
+        return kind._replace(num_kv_heads=self.full_kv_heads, head_dim=self.full_head_dim)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

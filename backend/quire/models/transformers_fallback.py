@@ -42,7 +42,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from quire.converters import INT32_MAX
 from quire.errors import CheckpointError, ConfigError
-from quire.layers.config import MAX_LAYERS, DecoderConfig
+from quire.layers.config import MAX_LAYERS, AttentionKind, DecoderConfig
 from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Weight
 from quire.layers.rotary import NO_ROPE, RopeConfig
@@ -114,6 +114,11 @@ class TransformersConfig(DecoderConfig):
     def _undivided(self) -> dict[str, bool]:
         return {"a model on transformers' code": True}
 
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """See DecoderConfig."""
+        return tuple(dict.fromkeys(AttentionKind(*shape[1:]) for shape in self.attention))
 
 class TransformersModel(nn.Module, Model):
     """See Model. The weights are on torch's "meta" device until `fill` or `weights` is called."""

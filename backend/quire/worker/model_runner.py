@@ -581,20 +581,19 @@ def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: 
 
 
 def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[str, Any]]:
-    """Returns the properties by which decode attention is chosen, one dict for each window among the
-    layers."""
+    """Returns the properties by which decode attention is chosen, one dict for each kind of attention."""
     return [
         attention_facts(
-            shape.num_heads,
-            shape.head_dim,
-            shape.num_kv_heads,
+            kind.num_heads,
+            kind.head_dim,
+            kind.num_kv_heads,
             config.cache.block_size,
             QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype),
-            window,
-            shape.attention_softcap,
-            sinks=shape.attention_sinks,
+            kind.window,
+            kind.softcap,
+            sinks=kind.has_sinks,
         )
-        for window in dict.fromkeys(shape.sliding_windows)
+        for kind in shape.attention_kinds
     ]
 
 
