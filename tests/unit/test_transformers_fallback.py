@@ -247,6 +247,30 @@ def test_sizes_that_take_for_ever_are_refused(value: Any, tmp_path: Path) -> Non
     assert "num_hidden_layers" in text
 
 
+def test_a_model_of_too_many_layers_is_refused_before_any_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_fallback, "_made", lambda *_: pytest.fail("made"))
+    text = refused(configured(tmp_path, "stablelm"), num_hidden_layers=257)
+    assert text == "num_hidden_layers must be at most 256, got 257"
+
+
+def test_a_model_is_made_once_to_be_checked_and_not_again_before_its_weights_are_there(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], transformers_fallback._made
+
+    def counted(*args: Any) -> Any:
+        made.append(args[2].type)
+        return make(*args)
+
+    monkeypatch.setattr(transformers_fallback, "_made", counted)
+    load_model(ModelConfig(model=str(checkpoints["stablelm"])), CPU)
+    assert made == ["meta"]
+    load_model(ModelConfig(model=str(checkpoints["stablelm"]), load_format="dummy"), CPU)
+    assert made == ["meta", "meta", "cpu"]
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_key_value_heads"])
 def test_sizes_of_no_model_are_refused(key: str, tmp_path: Path) -> None:
     configured(tmp_path, "stablelm")

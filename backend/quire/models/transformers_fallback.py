@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from quire.converters import INT32_MAX
 from quire.errors import CheckpointError, ConfigError
-from quire.layers.config import MAX_LAYERS, AttentionKind, DecoderConfig
+from quire.layers.config import AttentionKind, DecoderConfig
 from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Weight
 from quire.layers.rotary import NO_ROPE, RopeConfig
@@ -69,6 +70,10 @@ _KNOWN = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", 
 """Keyword arguments of an attention call that are obeyed, or have no effect here."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_OF_BATCHES = ("longrope", "dynamic")
+_MOST_LAYERS = 256
+"""Most layers: each takes milliseconds to make. Published models have up to 126."""
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Names of the number of layers in transformers' configurations."""
 _MOST = 2**24
 """Largest size and number of anything in config.json."""
 _LABELS = ("_labels", "2label", "2id")
@@ -111,23 +116,23 @@ class TransformersConfig(DecoderConfig):
         return self.num_parameters
 
     @property
-    def _undivided(self) -> dict[str, bool]:
-        return {"a model on transformers' code": True}
-
-
-    @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """See DecoderConfig."""
         return tuple(dict.fromkeys(AttentionKind(*shape[1:]) for shape in self.attention))
 
+    @property
+    def _undivided(self) -> dict[str, bool]:
+        return {"a model on transformers' code": True}
+
+
 class TransformersModel(nn.Module, Model):
-    """See Model. The weights are on torch's "meta" device until `fill` or `weights` is called."""
+    """See Model. `fill` or `weights` makes the layers; before, it has none."""
 
     config: TransformersConfig
     base: PreTrainedModel
-    """The model without its head."""
+    """The model without its head; unset until its layers are made."""
     head: PreTrainedModel
-    """The model with its head, in which `_Given` replaces `base`."""
+    """The model with its head, in which `_Given` replaces `base`; unset until its layers are made."""
 
     def __init__(self, config: TransformersConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -137,12 +142,12 @@ class TransformersModel(nn.Module, Model):
             )
         self.config, self.kv_groups, self._device = config, kv_groups(config.kv_windows), device
         self._step, self._given = _Step(), _Given()
-        self._set(_made(_read(config.checkpoint), config.dtype, torch.device("meta")))
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> TransformersConfig:
         """See Model."""
         name = _checked_name(hf)
+        _check_sizes(hf)
         try:
             found = _read(hf.values)
             _check_kinds(hf, found)
@@ -152,7 +157,7 @@ class TransformersModel(nn.Module, Model):
         except CheckpointError:
             raise
         except Exception as error:  # transformers' code raises what it likes
-            raise hf.error(f"{name} {_CANNOT}: {one_line(error)}") from error
+            raise hf.error(f"{name} {_CANNOT}: {_why(error)}") from error
         modules = {shape.module for shape in seen.attention}
         if not len(modules) == len(seen.attention) == found.num_hidden_layers:
             raise hf.error(
@@ -207,8 +212,8 @@ class TransformersModel(nn.Module, Model):
         shapes = {(shape.num_kv_heads, shape.head_dim) for shape in self.config.attention}
         if kv_cache_dtype != "auto" and len(shapes) > 1:
             raise ConfigError(
-                f"kv_cache_dtype={kv_cache_dtype}: {type(self.head).__name__} has layers with different "
-                "heads, whose keys and values are kept as they are (auto)"
+                f"kv_cache_dtype={kv_cache_dtype}: {self.config.checkpoint['architectures'][0]} has layers "
+                "with different heads, whose keys and values are kept as they are (auto)"
             )
         return AttentionKV(self.config.num_kv_heads, self.config.head_dim, self.config.dtype, kv_cache_dtype)
 
@@ -234,15 +239,16 @@ class TransformersModel(nn.Module, Model):
         return _logits(self.head, self._given, hidden)
 
     def weights(self) -> Iterator[Weight]:
-        """See Model. Weights that `fill` has not filled get memory here."""
-        if self._device.type != "meta" and any(one.is_meta for one in self.parameters()):
+        """See Model. If `fill` has not made the layers, they are made here."""
+        if not hasattr(self, "head"):
             self._set(_made(_read(self.config.checkpoint), self.config.dtype, self._device))
         return (Weight(name, parameter.data) for name, parameter in self.named_parameters())
 
     def fill(self, tensors: Iterable[NamedTensor], source: Path) -> bool:
         """See Model. transformers maps older names, and joins tensors that are stored in parts."""
         disable_progress_bar()
-        kind: Any = type(self.head)
+        checkpoint = _read(self.config.checkpoint)
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint)]
         content = {}
         for stored in tensors:
             if stored.tensor.dtype not in _STORED:
@@ -253,7 +259,7 @@ class TransformersModel(nn.Module, Model):
         try:
             found, info = kind.from_pretrained(
                 None,
-                config=_read(self.config.checkpoint),
+                config=checkpoint,
                 state_dict=content,
                 ignore_mismatched_sizes=True,  # they are in the information
                 dtype=self.config.dtype,
@@ -285,7 +291,7 @@ class TransformersModel(nn.Module, Model):
         try:
             packed, change = pack_layers(self.base, self.head), self._change_by_others()
         except Exception as error:  # transformers' code raises what it likes
-            raise CheckpointError(f"{name} {_CANNOT}: {one_line(error)}") from error
+            raise CheckpointError(f"{name} {_CANNOT}: {_failure(error)}") from error
         if not change <= _TOLERANCE:  # not a number, neither
             raise CheckpointError(
                 f"{name} {_CANNOT}: a token's hidden state changes with other tokens of a batch, not by "
@@ -301,7 +307,7 @@ class TransformersModel(nn.Module, Model):
 
     def packed_bytes(self, device_type: str) -> int:
         """See Model."""
-        return sum(one.nbytes for one in self.parameters())
+        return self.config.num_parameters * self.config.dtype.itemsize
 
     def _set(self, model: PreTrainedModel) -> None:
         """Makes this object compute with a transformers model."""
@@ -464,6 +470,15 @@ def _rope_types(values: Any) -> Iterator[Any]:
             yield from _rope_types(each)
 
 
+def _check_sizes(hf: HFConfig) -> None:
+    """Refuses sizes of no model, before transformers makes tables of that size; raises CheckpointError."""
+    for key, value in hf.values.items():
+        counts = key.endswith("_size") or key.startswith(("num_", "n_"))
+        most = _MOST_LAYERS if key in _LAYER_COUNTS else _MOST
+        if counts and not key.endswith(_LABELS) and isinstance(value, int) and value > most:
+            raise hf.error(f"{key} must be at most {most}, got {value!r:.40}")
+
+
 def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
     """Refuses models that the configuration alone shows to be unsupported; raises CheckpointError."""
     name = hf.architecture
@@ -476,10 +491,6 @@ def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
                 )
     if getattr(found, "is_decoder", False):
         raise hf.error(f"is_decoder: {name} {_CANNOT}: encoders that are used as decoders are not served")
-    for key, value in hf.values.items():
-        counts = key.endswith("_size") or key.startswith(("num_", "n_"))
-        if counts and not key.endswith(_LABELS) and isinstance(value, int) and value > _MOST:
-            raise hf.error(f"{key} must be at most {_MOST}, got {value!r:.40}")
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     if types := set(getattr(found, "layer_types", None) or ()) - _LAYER_TYPES:
         served = " and ".join(sorted(_LAYER_TYPES))
@@ -492,7 +503,7 @@ def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
         raise hf.error(f"{name} {_CANNOT}: it keeps a state beside keys and values")
     if not model._can_set_attn_implementation():
         raise hf.error(f"{name} {_CANNOT}: its attention does not go by the attention interface")
-    for key, most in (("num_hidden_layers", MAX_LAYERS), ("max_position_embeddings", INT32_MAX)):
+    for key, most in (("num_hidden_layers", _MOST_LAYERS), ("max_position_embeddings", INT32_MAX)):
         value = getattr(found, key, None)
         if type(value) is not int or not 1 <= value <= most:
             raise hf.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
@@ -515,6 +526,23 @@ def _made(
     return made
 
 
+class _Unfit(ValueError):
+    """A model does not fit; the message says why."""
+
+
+def _why(error: Exception) -> str:
+    """Returns the reason why a model cannot run, from an error in the check before its weights are read."""
+    if isinstance(error, _Unfit):
+        return str(error)
+    if re.search(r"\bmeta\b", str(error)):
+        return "what its layers compute depends on the values of tensors, which a check without data lacks"
+    return _failure(error)
+
+
+def _failure(error: Exception) -> str:
+    return f"its code fails with {type(error).__name__}: {one_line(error)}"
+
+
 class _Seen(NamedTuple):
     """Results of the probing pass."""
 
@@ -524,13 +552,13 @@ class _Seen(NamedTuple):
 
 
 def _probe(model: PreTrainedModel) -> _Seen:
-    """Runs the probing pass; raises ValueError with the reason if the model does not fit."""
+    """Runs the probing pass; raises _Unfit if the model does not fit."""
     base: Any = model.base_model
     given, calls = _Given(), list[tuple[nn.Module, AttentionShape]]()
     if base is model:
-        raise ValueError("it has no model without a head")
+        raise _Unfit("it has no model without a head")
     if "per_layer_inputs" in inspect.signature(base.forward).parameters:
-        raise ValueError("its layers read token ids, beside the embeddings of the tokens")
+        raise _Unfit("its layers read token ids, beside the embeddings of the tokens")
     names = {id(module): name for name, module in base.named_modules()}
     token = _calls.set(calls)
     try:
@@ -557,16 +585,16 @@ def _look(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function of the probing pass: records each call. Raises ValueError for a call that is not
+    """Attention function of the probing pass: records each call. Raises _Unfit for a call that is not
     supported."""
     for name, given in others.items():
         if name not in _KNOWN and given is not None and given is not False:
-            raise ValueError(f"its attention has an argument {name!r}")
+            raise _Unfit(f"its attention has an argument {name!r}")
     (_, num_heads, _, head_dim), (_, num_kv_heads, num_keys, size) = query.shape, value.shape
     if not hasattr(attention_mask, "quire_window"):
-        raise ValueError("it makes a mask of its own")
+        raise _Unfit("it makes a mask of its own")
     if num_keys != _NUM_TOKENS or num_heads % num_kv_heads or not size <= head_dim == key.shape[3]:
-        raise ValueError(f"attention of {list(query.shape)} to {list(key.shape)} and {list(value.shape)}")
+        raise _Unfit(f"attention of {list(query.shape)} to {list(key.shape)} and {list(value.shape)}")
     window = attention_mask.quire_window
     shape = AttentionShape("", num_heads, num_kv_heads, head_dim, window, softcap, s_aux is not None)
     _calls.get().append((module, shape))
@@ -591,19 +619,19 @@ def _look_at_mask(
     elif counts[0] == counts[1]:
         mask.quire_window = counts[0]
     else:
-        raise ValueError("its mask is that of attention in chunks")
+        raise _Unfit("its mask is that of attention in chunks")
     return mask
 
 
 def _num_seen(mask_function: Callable[..., torch.Tensor], position: int, last: int) -> int:
-    """Returns how many positions a token sees, its own included. Raises ValueError if these are not the ones
+    """Returns how many positions a token sees, its own included. Raises _Unfit if these are not the ones
     right before it."""
     with torch.device("cpu"):
         keys, zero = torch.arange(last + 2), torch.tensor(0)
         seen = mask_function(zero, zero, torch.tensor(position), keys).broadcast_to(keys.shape)
     count = int(seen.sum())
     if seen[position + 1 :].any() or not seen[position + 1 - count : position + 1].all():
-        raise ValueError("its tokens see others than those right before them (it is not causal, for one)")
+        raise _Unfit("its tokens see others than those right before them (it is not causal, for one)")
     return count
 
 
