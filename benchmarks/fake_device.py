@@ -58,7 +58,7 @@ class FakeDevice:
         vocab_size = int(hf.get("vocab_size"))
         eos = end_token_ids(hf, generation)
         max_model_len = config.model.max_model_len or int(hf.get("max_position_embeddings"))
-        blocks_per_sequence = -(-max_model_len // config.cache.block_size)
+        blocks_per_sequence = -(-max_model_len // config.cache.tokens_per_block)
         self.kv_cache: BlockAccess = _NoBlocks()
         self.info = RunnerInfo(
             num_blocks=config.cache.num_blocks or config.scheduler.max_num_seqs * blocks_per_sequence,

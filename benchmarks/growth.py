@@ -208,7 +208,7 @@ def measure(
     median = {part: 1000 * statistics.median(row[part] for row in times) for part in ("step", *PARTS)}
     runner = runner_of(core)
     num_bytes = sum(packed.nbytes for packed, _ in _products(runner))
-    kv_bytes = core.info.kv_cache_bytes / (core.info.num_blocks * core.config.cache.block_size)
+    kv_bytes = core.info.kv_cache_bytes / (core.info.num_blocks * core.kv.block_size)
     return Point(
         running,
         context,

@@ -39,6 +39,9 @@ def parse_bytes(value: Any) -> Any:
 MAX_INTERVAL_MS = 60_000
 """Largest `stream_interval_ms` that a request or a model may state, in milliseconds."""
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per block where `block_size` is unset, unless layers keep states."""
+
 # Token positions and block ids are int32 in the kernels.
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=1, le=2**24)]
@@ -112,9 +115,9 @@ class CacheConfig:
     """The paged KV cache, its tiers, and the result cache. The KV cache's size is `num_blocks`, else
     `kv_cache_memory`, else a fraction of the memory."""
 
-    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
-    """Tokens per block. With layers that keep states the default is replaced by the multiple of 64 with
-    which the keys and values of a block are as large as a state; other values are used as stated."""
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = None
+    """Tokens per block; None: 16, or with layers that keep states the multiple of 64 with which the keys and
+    values of a block are as large as a state."""
     num_blocks: _Tokens | None = None
     """Blocks in the pool."""
     kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None
@@ -160,6 +163,11 @@ class CacheConfig:
     """ZeroMQ address of a ROUTER that repeats missed events; empty: none."""
     kv_events_topic: str = ""
     """Topic of the events."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens per block of a model without states: `block_size`, or DEFAULT_BLOCK_SIZE if it is unset."""
+        return DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)

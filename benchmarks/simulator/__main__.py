@@ -110,7 +110,7 @@ def simulate(
                 turns=turns,
                 tenants=_shares(tenants),
                 priorities={int(value): share for value, share in _shares(priorities).items()},
-                block_size=engine.cache.block_size,
+                block_size=engine.cache.tokens_per_block,
                 seed=seed,
             ).arrivals()
         model = fit(records) if cost == "fit" else cost_model(cost)

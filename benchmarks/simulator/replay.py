@@ -119,7 +119,7 @@ class _Replay:
         finished = [end for record in records for end in record["finished"]]
         from_outside = {entry[0].removesuffix("#0") for record in records for entry in record["ended"]}
         by_themselves = {end["id"] for end in finished if end["reason"] in ("stop", "length")} - from_outside
-        arrivals, choices = arrivals_of_trace(records, block_size=cache.block_size, begin=0.0)
+        arrivals, choices = arrivals_of_trace(records, block_size=cache.tokens_per_block, begin=0.0)
         for arrival in arrivals + choices:
             if arrival.request_id not in by_themselves:
                 arrival = dataclasses.replace(arrival, num_output_tokens=UNLIMITED)

@@ -106,7 +106,7 @@ class Device(FakeRunner):
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
-        super().__init__(config.cache.num_blocks, config.cache.block_size, max_model_len=4096)
+        super().__init__(config.cache.num_blocks, config.cache.tokens_per_block, max_model_len=4096)
         self.num_launched = self.num_collected = 0
         self.launched_ahead: list[bool] = []
         self.threads: set[str] = set()

@@ -80,7 +80,7 @@ def test_keys_of_a_block_are_as_large_as_a_state(path: Path) -> None:
 
 
 def test_the_engine_serves_blocks_of_that_size(path: Path) -> None:
-    llm = engine(path, block_size=16, max_model_len=256)
+    llm = engine(path, block_size=None, max_model_len=256)
     core = llm.core
     assert core.kv.block_size == core.config.cache.block_size == core.info.block_size == 64
     prompt = [(7 * place) % 500 + 5 for place in range(150)]

@@ -476,7 +476,7 @@ def test_drafts_are_refused(path: Path) -> None:
 
 
 def test_keys_of_a_block_are_as_large_as_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the default `block_size` alone; what is stated holds."""
+    """Where `block_size` is unset; what is stated holds."""
 
     class LargeStates(SumModel):
         def state_bytes(self, config: DecoderConfig) -> dict[int, int]:
@@ -484,10 +484,10 @@ def test_keys_of_a_block_are_as_large_as_a_state(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(load, "model_class", lambda *_: LargeStates)
     path = make_checkpoint("smollm3", tmp_path)
-    for stated, size, layer_bytes in ((16, 448, 448 * 256), (32, 32, 100_000)):
+    for stated, size, layer_bytes in ((None, 448, 448 * 256), (16, 16, 100_000), (32, 32, 100_000)):
         core = engine(path, block_size=stated, num_blocks=16).core
         assert core.kv.block_size == core.config.cache.block_size == core.info.block_size == size
         assert core.executor.kv_cache.block_bytes == 2 * layer_bytes
     # Whose states are as large as a token's keys.
     monkeypatch.setattr(load, "model_class", lambda *_: SumModel)
-    assert engine(path, block_size=16).core.kv.block_size == 16
+    assert engine(path, block_size=None).core.kv.block_size == 16

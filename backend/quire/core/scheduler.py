@@ -135,7 +135,11 @@ class Scheduler:
         engine = {
             "scheduler": dataclasses.asdict(self.config),
             "max_model_len": self.max_model_len,
-            "cache": {**dataclasses.asdict(cache), "num_blocks": kv.num_blocks},
+            "cache": {
+                **dataclasses.asdict(cache),
+                "num_blocks": kv.num_blocks,
+                "block_size": kv.block_size,
+            },
             "windows": [[group.window, list(group.layers), group.state_bytes] for group in kv.groups],
             "max_step_tokens": kv.max_step_tokens,
             "tiers": self.transfers.tiers is not None,

@@ -99,16 +99,16 @@ class EngineCore:
         executor = make_executor(config) if executor is None else executor
         self.executor = executor
         self.info = info = executor.info
-        if info.block_size:
-            chosen: Any = info.block_size  # of a model with states it may be none that a file may state
-            config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, block_size=chosen))
+        # Typed Any: with states, it may be a number that a configuration file cannot have.
+        chosen: Any = info.block_size or config.cache.tokens_per_block
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, block_size=chosen))
         self.config = config
         cache, limits = config.cache, config.scheduler
         self._publisher = _publisher(cache)
         self._events = None if self._publisher is None else KVEventCollector()
         self.kv = KVCacheManager(
             info.num_blocks,
-            cache.block_size,
+            chosen,
             groups=info.kv_groups,
             enable_prefix_caching=cache.enable_prefix_caching,
             cache_ttl_s=cache.cache_ttl_s,
@@ -458,7 +458,7 @@ class EngineCore:
         and a step recorded later keeps the kernels it had.
         """
         self.executor.warm_up()
-        num_tokens = max(1, min(self.config.cache.block_size, self.info.max_model_len) - 3)
+        num_tokens = max(1, min(self.kv.block_size, self.info.max_model_len) - 3)
         for temperature in (0.0, 1.0):
             self.add_request(
                 "warm-up",

@@ -481,7 +481,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         deepstack_levels=info.deepstack_levels,
         takes_position_ids=info.takes_position_ids,
         num_blocks=info.num_blocks,
-        block_size=core.config.cache.block_size,
+        block_size=core.kv.block_size,
         kv_cache_bytes=info.kv_cache_bytes,
         dtype=info.dtype,
         device=info.device,

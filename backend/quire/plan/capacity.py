@@ -173,7 +173,7 @@ def advise(config: EngineConfig, capacity: Capacity, cost: CostModel, target: Ta
     The returned figures are for that number of clients, or for one client if even that misses the target.
     """
     engine = config.replace(
-        num_blocks=max(1, capacity.kv_tokens // capacity.block_size),
+        num_blocks=max(1, capacity.kv_tokens // config.cache.tokens_per_block),
         max_model_len=capacity.max_model_len,
         max_waiting_requests=2**31,
         max_waiting_tokens=2**62,
@@ -200,7 +200,7 @@ def _simulated(engine: EngineConfig, cost: CostModel, target: Target, concurrenc
     arrivals = [
         Arrival(
             str(number), 0.0, target.prompt_tokens, target.output_tokens,
-            stream=number, block_size=engine.cache.block_size, max_tokens=target.output_tokens,
+            stream=number, block_size=engine.cache.tokens_per_block, max_tokens=target.output_tokens,
         )
         for number in range(ROUNDS * concurrency)
     ]  # fmt: skip

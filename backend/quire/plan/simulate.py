@@ -228,7 +228,7 @@ def make_kv(
     assert config.num_blocks is not None, "a simulated cache has a stated size"
     return KVCacheManager(
         config.num_blocks,
-        config.block_size,
+        config.tokens_per_block,
         groups=groups,
         enable_prefix_caching=config.enable_prefix_caching,
         cache_ttl_s=config.cache_ttl_s,

@@ -119,15 +119,15 @@ _LARGE_BLOCKS = 64
 
 
 def _block_size(cache: CacheConfig, model: Model) -> int:
-    """Returns the tokens per block: `block_size`. If that is the default and layers keep states, the block is
-    as large as needed for its keys and values to have at least the bytes of a state."""
+    """Returns the tokens per block: `tokens_per_block`. If `block_size` is unset and layers keep states, the
+    block is as large as needed for its keys and values to have at least the bytes of a state."""
     state_bytes = max(group.state_bytes for group in model.kv_groups)
     has_attention = not all(group.is_state for group in model.kv_groups)
-    if cache.block_size != CacheConfig.block_size or not (state_bytes and has_attention):
-        return cache.block_size
+    if cache.block_size is not None or not (state_bytes and has_attention):
+        return cache.tokens_per_block
     spec = model.kv_spec(cache.kv_cache_dtype)
-    if spec.layer_bytes(cache.block_size) >= state_bytes:
-        return cache.block_size
+    if spec.layer_bytes(cache.tokens_per_block) >= state_bytes:
+        return cache.tokens_per_block
     size = -(-state_bytes // spec.layer_bytes(_LARGE_BLOCKS)) * _LARGE_BLOCKS
     logger.info("block_size=%d: its keys and values are as large as a state of %d bytes", size, state_bytes)
     return size

@@ -587,7 +587,7 @@ def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[st
             kind.num_heads,
             kind.head_dim,
             kind.num_kv_heads,
-            config.cache.block_size,
+            config.cache.tokens_per_block,
             QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype),
             kind.window,
             kind.softcap,
