@@ -219,6 +219,8 @@ class RunnerInfo:
     pooling: Pooling = field(default_factory=Pooling)
     takes_position_ids: bool = False
     """Whether prompt positions may have three axes (M-RoPE)."""
+    accepts_image_embeds: bool = True
+    """Whether requests may give `image_embeds`."""
     dtype: str = "float32"
     device: str = "cpu"
     num_threads: int = 0

@@ -693,6 +693,16 @@ def test_the_stop_strings_automaton_is_made_on_intake(tokenizer: Tokenizer) -> N
     assert len({id(choice._detokenizer._matcher._automaton) for choice in alone.choices}) == 1
 
 
+def test_a_model_of_text_refuses_images_and_no_other_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "INFO", msgspec.structs.replace(INFO, accepts_image_embeds=False))
+    rows, ids = np.ones((3, 8), np.float32), np.array([1, 2, 2, 2, 3], np.int32)
+    spans = np.array([[1, 3]], np.int32)
+    with pytest.raises(InvalidArgumentError, match=r"image_embeds: the model reads text only"):
+        parse(None, {"input_ids": ids, "image_embeds": rows, "image_spans": spans})
+    assert parse(None, {"prompt_embeds": rows}).embeds.spans == [(0, 3)]
+    assert parse(None, {"input_ids": ids}).embeds is None
+
+
 @pytest.mark.parametrize(("low", "high", "fits"), [(0, 63, True), (0, 64, False), (-1, 5, False)])
 def test_positions_are_those_of_the_longest_sequence(
     low: int, high: int, fits: bool, monkeypatch: pytest.MonkeyPatch

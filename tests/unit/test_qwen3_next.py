@@ -16,7 +16,8 @@ from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.hf_config import HFConfig
 from quire.loader.load import empty_model
-from quire.models.qwen3_next import Qwen3NextForCausalLM
+from quire.models.qwen3_next import HybridModel, Qwen3NextForCausalLM
+from quire.models.registry import ARCHITECTURES, model_class
 from quire.request.sampling_params import choice_seed
 from quire.worker.kv_cache import KVLayout
 from quire_kernels.ranks import Ranks
@@ -221,6 +222,15 @@ def test_the_text_part_of_a_qwen3_5_with_a_tower(kind: str, tmp_path: Path) -> N
     assert type(driver.model).__name__ == config["architectures"][0]
     assert driver.model.config.rope.mrope_section is None
     torch.testing.assert_close(driver.logits(ids), expected, atol=1e-4, rtol=0.0)
+
+
+def test_families_whose_images_need_more_than_embeddings_accept_none() -> None:
+    kinds = {
+        name: model_class(HFConfig(Path("config.json"), {"architectures": [name]})) for name in ARCHITECTURES
+    }
+    text_only = {name for name, kind in kinds.items() if not kind.accepts_image_embeds}
+    others = {f"{family}ForConditionalGeneration" for family in ("Gemma3", "Gemma4", "Llama4")}
+    assert text_only == others | {name for name, kind in kinds.items() if issubclass(kind, HybridModel)}
 
 
 def test_ranks_do_not_divide_it() -> None:

@@ -480,6 +480,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         hidden_size=info.hidden_size,
         deepstack_levels=info.deepstack_levels,
         takes_position_ids=info.takes_position_ids,
+        accepts_image_embeds=info.accepts_image_embeds,
         num_blocks=info.num_blocks,
         block_size=core.kv.block_size,
         kv_cache_bytes=info.kv_cache_bytes,

@@ -123,6 +123,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     deepstack_levels: int = 0
     """Number of layers, from the first on, after which image features are added to the hidden states
     again."""
+    accepts_image_embeds: bool = True
+    """Whether requests may give `image_embeds`."""
 
     @property
     def embeds_size(self) -> int:

@@ -45,3 +45,5 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 class Gemma3ForConditionalGeneration(VisionLanguageModel, Gemma3ForCausalLM):
     """Gemma 3's text part. Images are not supported, as attention among an image's tokens is
     bidirectional."""
+
+    accepts_image_embeds = False

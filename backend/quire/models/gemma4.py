@@ -302,6 +302,8 @@ def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConf
 class Gemma4ForConditionalGeneration(VisionLanguageModel, Gemma4ForCausalLM):
     """Gemma 4's text part. Images are not supported."""
 
+    accepts_image_embeds = False
+
     def ignores(self, name: str) -> bool:
         """See DecoderModel."""
         return name.removeprefix("model.").startswith(_OTHER_PARTS) or super().ignores(name)

@@ -178,6 +178,8 @@ def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> 
 class Llama4ForConditionalGeneration(VisionLanguageModel, Llama4ForCausalLM):
     """Llama 4's text part. Images are not supported."""
 
+    accepts_image_embeds = False
+
     def ignores(self, name: str) -> bool:
         """See DecoderModel."""
         return name.startswith("vision_model.") or super().ignores(name)

@@ -34,6 +34,7 @@ class HybridModel(DecoderModel):
 
     layer_class = HybridLayer
     rotates_partly = True
+    accepts_image_embeds = False
     interleaved: bool
     """See DeltaShape."""
 

@@ -511,6 +511,8 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
     positions = raw.tensors.get("position_ids", [])
     if not (spans or positions or raw.embeds):
         return None
+    if name == "image_embeds" and not info.accepts_image_embeds:
+        raise InvalidArgumentError(name, "the model reads text only")
     if not raw.tensors.keys() & {"input_ids", "prompt_embeds"}:
         raise InvalidArgumentError("image_embeds", "the prompt must be given as input_ids")
     check_spans(spans, num_rows=shape[0], num_prompt_tokens=num_prompt_tokens)

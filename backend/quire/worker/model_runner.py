@@ -213,6 +213,7 @@ class ModelRunner:
             deepstack_levels=shape.deepstack_levels,
             pooling=self._pooler.pooling,
             takes_position_ids=shape.rope.mrope_section is not None,
+            accepts_image_embeds=self.model.accepts_image_embeds,
             dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
             num_threads=self._num_threads,
