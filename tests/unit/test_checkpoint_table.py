@@ -261,9 +261,7 @@ def test_other_families_load_of_the_formats_that_their_line_names(
             names = [f"re:.*{gate}" for gate in gates] if key == "ignore" else gates
             config = {**config, key: [*config.get(key, ()), *names]}
         exempt = ("lm_head", *routers, *gates)
-        path, means = make_foreign(
-            plain(family), tmp_path / name, MAKERS[name], config=config, exempt=exempt
-        )
+        path, means = make_foreign(plain(family), tmp_path / name, MAKERS[name], config=config, exempt=exempt)
         driver = Driver.load(path, dtype="float32")
         assert kept(driver) == ", ".join(sorted({FOREIGN[name][1], *(["numbers"] if gates else [])}))
         exact = shutil.copytree(plain(family), tmp_path / f"{name} means")

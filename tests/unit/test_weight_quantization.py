@@ -80,7 +80,5 @@ def test_sizes_that_do_not_divide_are_refused_by_name(
 ) -> None:
     path = make_checkpoint(family, tmp_path, tokenizer=False, **{key: value})
     config = EngineConfig.from_mapping({"model": str(path), "quantization": quantization})
-    with pytest.raises(
-        ConfigError, match=f"quantization={quantization} .* {name} .* use int8"
-    ):
+    with pytest.raises(ConfigError, match=f"quantization={quantization} .* {name} .* use int8"):
         ModelRunner(config)

@@ -54,7 +54,8 @@ class Gemma4Config(DecoderConfig):
     @property
     def input_sizes(self) -> dict[str, int]:
         """See DecoderConfig."""
-        sizes = {**super().input_sizes, "inputs of o_proj without a window": self.num_heads * self.full_head_dim}
+        sizes = super().input_sizes
+        sizes["inputs of o_proj without a window"] = self.num_heads * self.full_head_dim
         if self.per_layer_size:
             sizes["hidden_size_per_layer_input"] = self.per_layer_size
         return sizes

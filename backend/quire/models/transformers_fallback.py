@@ -63,6 +63,7 @@ _STEP, _PROBE = "quire", "quire_probe"
 _NUM_TOKENS = 8
 """Tokens in the probing pass."""
 _CANNOT = "cannot run on transformers' code"
+_PASSES_BY = "its attention does not go by the attention interface"
 _MAX_LISTED = 16
 _MOST_POSITIONS = 2**24
 """Positions among which the probe looks for the end of a window."""
@@ -502,7 +503,7 @@ def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
     if model._is_stateful:
         raise hf.error(f"{name} {_CANNOT}: it keeps a state beside keys and values")
     if not model._can_set_attn_implementation():
-        raise hf.error(f"{name} {_CANNOT}: its attention does not go by the attention interface")
+        raise hf.error(f"{name} {_CANNOT}: {_PASSES_BY}")
     for key, most in (("num_hidden_layers", _MOST_LAYERS), ("max_position_embeddings", INT32_MAX)):
         value = getattr(found, key, None)
         if type(value) is not int or not 1 <= value <= most:
@@ -534,8 +535,12 @@ def _why(error: Exception) -> str:
     """Returns the reason why a model cannot run, from an error in the check before its weights are read."""
     if isinstance(error, _Unfit):
         return str(error)
-    if re.search(r"\bmeta\b", str(error)):
+    if isinstance(error, NotImplementedError) or re.search(r"\bmeta\b", str(error)):
         return "what its layers compute depends on the values of tensors, which a check without data lacks"
+    if isinstance(error, KeyError) and error.args == (_PROBE,):
+        return _PASSES_BY
+    if "Padding_idx" in str(error):
+        return "pad_token_id must be below vocab_size"
     return _failure(error)
 
 
@@ -593,7 +598,9 @@ def _look(
     (_, num_heads, _, head_dim), (_, num_kv_heads, num_keys, size) = query.shape, value.shape
     if not hasattr(attention_mask, "quire_window"):
         raise _Unfit("it makes a mask of its own")
-    if num_keys != _NUM_TOKENS or num_heads % num_kv_heads or not size <= head_dim == key.shape[3]:
+    if num_heads % num_kv_heads:
+        raise _Unfit(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+    if num_keys != _NUM_TOKENS or not size <= head_dim == key.shape[3]:
         raise _Unfit(f"attention of {list(query.shape)} to {list(key.shape)} and {list(value.shape)}")
     window = attention_mask.quire_window
     shape = AttentionShape("", num_heads, num_kv_heads, head_dim, window, softcap, s_aux is not None)
