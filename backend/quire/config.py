@@ -58,7 +58,9 @@ class ModelConfig:
     model: str = ""
     """Directory of a Hugging Face checkpoint, or a .gguf file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Computation and KV type; auto: the checkpoint's own, bfloat16 with a GGUF file of quantised weights."""
+    """Type of activations, and of keys and values unless `kv_cache_dtype` says otherwise. auto: the
+    checkpoint's own; bfloat16 with a GGUF file of quantised weights, and on the CPU with quantised weights of
+    a float16 checkpoint. If the checkpoint states none: float32, or bfloat16 with quantised weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if a CUDA device is visible, else cpu."""
     max_model_len: _Tokens | None = None
@@ -78,10 +80,11 @@ class ModelConfig:
     config.json, for measurements (the directory needs no other file)."""
     packed_weights_size: _Bytes = 8 * 1024**3
     """Most bytes of packed weights, in the CPU kernels' form, that are kept below QUIRE_CACHE_DIR for the
-    next start. A model's are kept if packing took longer than reading, and a second. 0: none are."""
+    next start. A model's packed weights are kept if packing took more than a second, and more than the rest
+    of loading. 0: none are."""
     num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """CPU threads of the engine; None: OMP_NUM_THREADS, else one for each core that affinity and the control
-    group's quota allow."""
+    """CPU threads of the engine; with several ranks, of each rank. None: OMP_NUM_THREADS, else one for each
+    core that affinity and the control group's quota allow; several ranks share them."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     """Seed of requests that state none. It is combined with a counter, so such requests differ."""
     tokenizer: str = ""
@@ -105,7 +108,8 @@ class ModelConfig:
     "package.module:Class". No other code is imported."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of processes (ranks) that compute the model together, each a part of every layer. On GPUs each
-    has a GPU, else a share of the cores. It must divide the numbers of heads and of inner features."""
+    has a GPU, else a share of the cores. It must divide the numbers of query heads and of inner features. It
+    must also divide the number of KV heads, or be a multiple of it."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
 
@@ -116,8 +120,8 @@ class CacheConfig:
     `kv_cache_memory`, else a fraction of the memory."""
 
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = None
-    """Tokens per block; None: 16, or with layers that keep states the multiple of 64 with which the keys and
-    values of a block are as large as a state."""
+    """Tokens per block; None: 16, or, if a state is larger than the keys and values of 16 tokens, the smallest
+    multiple of 64 with which a layer's keys and values in a block have at least the bytes of a state."""
     num_blocks: _Tokens | None = None
     """Blocks in the pool."""
     kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None
@@ -193,7 +197,7 @@ class SchedulerConfig:
     """Limits of a step and of the queue."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 64
-    """Most requests in one step."""
+    """Most sequences in one step; each choice of a request is a sequence."""
     max_num_batched_tokens: _Count = 512
     """Token budget of one step, prefill and decode together."""
     max_waiting_requests: Annotated[int, Meta(ge=1, le=2**31)] = 1024
@@ -229,7 +233,8 @@ class SchedulerConfig:
     """Treatment of a preempted request: recompute, swap (to the host tier), or auto, the one that costs less
     by measured rates."""
     max_long_prefills: _Count | None = None
-    """Most requests at a time with a prompt that needs more than one step; None: no limit."""
+    """Most requests at a time that compute a prompt of more tokens than `max_num_batched_tokens`. Cached
+    tokens of a new request do not count. None: no limit."""
     tenants: dict[str, TenantLimits] = field(default_factory=dict)
     """Limits by tenant; "*" stands for each tenant that is not named."""
     max_predicted_ttft_ms: _Milliseconds = 0

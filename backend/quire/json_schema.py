@@ -37,8 +37,8 @@ def for_llguidance(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrites a schema for llguidance. Every value that satisfies the result satisfies the client's schema.
 
     Raises:
-        InvalidArgumentError: a constant is a number that is not a double (it is named), or schemas are nested
-            too deeply.
+        InvalidArgumentError: a constant is a whole number that is not a double (the message names it), a
+            bound is beyond the numbers that llguidance keeps, or schemas are nested too deeply.
     """
     try:
         return _Rewriting(schema).schema(schema)
@@ -142,8 +142,9 @@ class _Rewriting:
         return found
 
     def _resolved(self, schema: Any) -> Any:
-        """Returns the schema that a reference points to, merged with the keys beside the reference; it may
-        allow more than both do. None: the target is not known."""
+        """Returns a schema with its reference replaced by the schema that it points to, merged with the keys
+        beside the reference. The result may allow values that one of the two forbids. A schema without a
+        reference is returned as it is. None: the target is not known."""
         while isinstance(schema, Mapping) and "$ref" in schema and self._steps <= _MAX_STEPS:
             self._steps += 1
             target: Any = self._root
@@ -187,7 +188,8 @@ def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
 
 
 def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
-    """Moves a bound inwards to a double, if it is so large that not every whole number is a double."""
+    """Moves a bound inwards to a double, if it is so large that not every whole number is a double. Raises
+    InvalidArgumentError if only numbers beyond _LARGEST would satisfy it."""
     for key in (exclusive, inclusive):
         for value in _numbers(schema, key):
             if abs(value) < 2**53:

@@ -1,7 +1,7 @@
 """Types of the data that passes between the layers: scheduler -> model runner -> scheduler -> frontend.
 
-No other types cross a layer. They hold no torch tensors, so that `quire.core` stays free of torch and a
-runner may live in another process.
+This module needs no torch, so that `quire.core` stays free of it. A runner may live in another process. Only
+the embeddings of a `PromptEmbeds` may be a torch tensor.
 """
 
 from __future__ import annotations
@@ -384,7 +384,8 @@ class RequestOutput:
         return self.finish_reason is not None
 
     def after(self, before: RequestOutput | None) -> RequestOutput:
-        """Appends this delta to `before` and returns the whole as one output; `before` must not be used
+        """Appends this delta to `before` and returns the whole as one output. Joins text, reasoning, tool
+        calls, token ids and log-probabilities; all other fields stay this delta's. `before` must not be used
         again."""
         if before is None:
             return self

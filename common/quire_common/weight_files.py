@@ -142,8 +142,8 @@ def everything(name: str) -> bool:
 def find_files(
     directory: Path, name: str, fail: Fail, wanted: Wanted = everything
 ) -> tuple[Path, tuple[Path, ...]] | None:
-    """Finds the file `name`, or those of its shards that hold a wanted tensor. Returns (file to name in
-    errors, files found); None if there is neither the file nor an index of shards.
+    """Finds the shards that hold a wanted tensor, if the file `name` has an index of shards; else the file
+    itself. Returns (file to name in errors, files found); None if there is neither an index nor the file.
 
     Raises:
         Exception: made by `fail`: the index is broken, or a shard is missing.

@@ -141,7 +141,8 @@ class AdapterSlots:
             self._slots[slot] = _Slot()
 
     def clear(self) -> None:
-        """Empties all slots and drops their holders, for a runner that starts anew."""
+        """Empties all slots, none of which may have a holder, and drops planned loads, for a runner that
+        starts anew."""
         for adapter in list(self._slot_of):
             self.forget(adapter)
         self._loads.clear()

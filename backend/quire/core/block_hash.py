@@ -42,8 +42,8 @@ def group_key(content_hash: bytes, group: int) -> bytes:
 
 
 def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None:
-    """Returns the extra keys of the block with tokens [begin, end) in KV events; None: only its tokens
-    identify it.
+    """Returns the extra keys of the block with tokens [begin, end) in KV events; None: there is neither a
+    cache salt nor an image or stated position in it.
 
     A cache salt appears only as a hash, so that readers of the events cannot use the salt.
     """

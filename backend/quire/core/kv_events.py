@@ -68,8 +68,8 @@ def external_hash(content_hash: bytes) -> int:
 
 
 class KVEventCollector:
-    """Collects the events of blocks stored and removed until `pop_batch` returns them; merges adjacent
-    events.
+    """Collects the events of blocks stored and removed until `pop_batch` returns them. A block joins the
+    latest event if that removes blocks as well, or if that stores the block's parent last.
 
     The first batch begins with AllBlocksCleared, so that subscribers forget the blocks of an earlier engine
     at the same address.

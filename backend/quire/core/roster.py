@@ -231,7 +231,7 @@ class Roster:
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
         """Ends a request in any state. Caches and pins the blocks of a running request first. A request that
-        ends before it runs releases the pin of its session if it has `session_end`.
+        is waiting releases the pin of its session if it has `session_end`.
 
         Args:
             is_external: whether it was ended from outside the scheduler; for the trace.

@@ -157,7 +157,7 @@ class AdapterRegistry:
         )
 
     def begin(self, command: LoadAdapter | UnloadAdapter, answer: Answer) -> None:
-        """Starts a command. `answer` receives its result or error, now or in a later `poll`.
+        """Starts a command. `answer` receives its result or error in a later `poll`.
 
         Raises:
             InvalidArgumentError, NotFoundError, UnavailableError: the command is refused.

@@ -280,8 +280,8 @@ class EngineSupervisor:
 
 
 def runtime_base() -> Path:
-    """Returns the folder for engines' directories: QUIRE_RUNTIME_DIR, else the user's own, else one shared by
-    all users."""
+    """Returns the folder for engines' directories: QUIRE_RUNTIME_DIR, else XDG_RUNTIME_DIR if this user alone
+    can access it, else the system's folder for temporary files."""
     if named := os.environ.get("QUIRE_RUNTIME_DIR"):
         return Path(named)
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nowhere")

@@ -278,8 +278,8 @@ class WorkerGroup:
             worker.process.kill()
 
     def _result(self) -> ModelRunnerOutput | Failed:
-        """Returns the first rank's result of the oldest computed step; all ranks have sampled the same
-        tokens."""
+        """Returns the result of the oldest computed step: the failure of a rank, else the first rank's
+        result. Rows for which the ranks have not sampled the same tokens have an error in it."""
         results = self._receive_all()
         self._num_computing -= 1
         for one in results:

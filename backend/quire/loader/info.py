@@ -44,8 +44,9 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
 def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
     """Returns the ids of the tokens that end a checkpoint's sequences.
 
-    They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added. If no
-    file names any, the default of transformers' class counts. Ids outside the vocabulary are left out.
+    They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added. If none
+    of these names any, and config.json has no key `eos_token_id`, the default of transformers' class counts.
+    Of a GGUF file only the metadata count. Ids outside the vocabulary are left out.
 
     Args:
         hf: config.json from `read_configs`.

@@ -65,8 +65,9 @@ class LoadedModel:
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
-    """Whether the next start is faster if the packed weights are cached. They have about the files' size, so
-    reading them takes about as long as reading the files.
+    """Whether packed weights are worth caching for the next start: packing took more than a second, and more
+    than the rest of loading. Packed weights have about the files' size, so reading them takes about as long
+    as reading the files.
 
     Args:
         read_s: seconds that loading took besides packing.
@@ -97,7 +98,7 @@ def load_model(
 
     Args:
         config: the fields `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization,
-            attention_backend and packed_weights_size are used.
+            attention_backend, packed_weights_size, model_impl and model_class are used.
         device: device of the weights.
         check: called before the weights are read; raises an error if the model's shape is not allowed.
         with_digest: whether `LoadedModel.weights_digest` is computed.

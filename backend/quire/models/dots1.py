@@ -14,7 +14,8 @@ from quire.models.qwen2 import upper_windows
 
 class Dots1ForCausalLM(DecoderModel):
     """QK-norm. `attention_bias` applies to all four projections. The layers from `max_window_layers` on have
-    a window, unless `layer_types` says otherwise or `sliding_window` is null. Its default is 4096."""
+    a window, unless `layer_types` says otherwise or `sliding_window` is null. The window's default is
+    4096."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -32,7 +32,8 @@ from quire_kernels.routing import Routing
 
 
 class Llama4Attention(Attention):
-    """Llama 4's attention. Layers with rotary embedding have norms without scales after it."""
+    """Llama 4's attention. Layers with rotary embedding have norms without scales after it, unless
+    `use_qk_norm` is false."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(dataclasses.replace(config, qk_norm=False), layer)

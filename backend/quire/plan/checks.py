@@ -20,7 +20,8 @@ class Planned:
 
     name: str
     config: EngineConfig | None = None
-    """Configuration from the keys that are valid; None: its file cannot be read."""
+    """Configuration from the keys that are valid; None: its file cannot be read, or no checkpoint is
+    found."""
     problems: list[str] = field(default_factory=list)
     """Reasons why an engine would not start."""
     advice: list[str] = field(default_factory=list)

@@ -42,7 +42,7 @@ class PromptEmbeds:
 
     def key_of(self, begin: int, end: int) -> bytes:
         """Returns a key for everything besides token ids that determines the keys and values of tokens
-        [begin, end): their images, where these begin, and positions that differ from the token's index."""
+        [begin, end): their images, where these begin, and their `position_ids` if there are any."""
         parts = [
             f"{content_hash}@{start - begin};".encode()
             for (start, length), content_hash in zip(self.spans, self.hashes, strict=True)

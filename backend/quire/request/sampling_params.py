@@ -31,7 +31,7 @@ MAX_PROMPT_LOGPROBS = 2**18
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STRINGS_LENGTH = 4096
-"""Most characters of all stop strings of a request, and of all its bad words."""
+"""Most characters of a request's stop strings together; the same limit holds for its bad words together."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 256
@@ -142,8 +142,8 @@ _UNUSED_DEFAULTS = (
     "max_time", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "dola_layers",
     "forced_decoder_ids", "token_healing",
 )  # fmt: skip
-"""Keys of generation_config.json whose other values would make transformers choose other tokens than we
-do."""
+"""Keys of generation_config.json that are ignored although transformers uses them. A value other than null,
+0, 1, false or [] causes a warning, because transformers then chooses other tokens than we do."""
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -263,7 +263,9 @@ ALIASES: dict[str, str] = {
 def parse_sampling_params(
     *sources: Mapping[str, Any], defaults: SamplingParams | None = None
 ) -> SamplingParams:
-    """Validates and merges a request's parameters; the first source that names a parameter wins.
+    """Validates and merges a request's parameters; the first source that names a parameter wins. A
+    temperature that no source names becomes 0 with `beam_width` > 1. It becomes 1 if the default is greedy
+    and a source limits the distribution (`top_k`, `top_p`, `min_p` or `typical_p`). Else it is the default.
 
     Args:
         sources: mappings of parameter name to raw value, most specific first (typed tensors, JSON object,
@@ -359,7 +361,7 @@ def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams
 
     If `do_sample` is false or absent, sampling is greedy whatever temperature the file has. Without `top_k`
     there is no limit, as in vLLM; transformers uses 50. EOS ids are not sampling parameters: see
-    `quire.config.ModelConfig`.
+    `quire.loader.info`.
     """
     given: dict[str, Any] = {}
     if config.get("do_sample"):

@@ -35,8 +35,8 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     cache_ttl_s: Seconds | None = None
     """Seconds unused after which its cached blocks are forgotten; None: the engine's `cache_ttl_s`."""
     pin: bool = False
-    """Whether the prompt's blocks are pinned, for `cache_ttl_s` but at most MAX_PIN_TTL_S, or until
-    `unpin`."""
+    """Whether the prompt's blocks are pinned after the request, for `cache_ttl_s` seconds but at most
+    MAX_PIN_TTL_S. If the request states no `cache_ttl_s`, or 0, they are pinned for MAX_PIN_TTL_S."""
     session: str = ""
     """Conversation whose blocks stay pinned from turn to turn, for `session_ttl_s`; empty: none."""
     session_end: bool = False

@@ -62,7 +62,8 @@ def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
         value: the client's value, not None.
 
     Returns:
-        The grammar; None: OpenAI's `response_format` asks for plain text.
+        The grammar; None: the value asks for none (`response_format` for plain text, or a false
+        `guided_json_object`).
 
     Raises:
         InvalidArgumentError: names `field`, what is wrong, and the limit.
@@ -74,7 +75,8 @@ def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
 
 
 def check_structured_output(value: StructuredOutput) -> None:
-    """Raises InvalidArgumentError for a value that parse_structured_output would refuse."""
+    """Raises InvalidArgumentError for a grammar that a client could not state, or whose JSON text is not in
+    the form that parsing gives it."""
     stated = {name: given for name, given in msgspec.structs.asdict(value).items() if given}
     if _build("structured_output", stated) != value:
         raise fail("structured_output", "must hold normalized JSON")
@@ -170,7 +172,8 @@ def _own(field: str, value: Any) -> StructuredOutput:
 
 
 def _vllm(field: str, value: Any) -> StructuredOutput:
-    """Parses vLLM's object. Its keys that tune a grammar library are accepted only if they change nothing."""
+    """Parses vLLM's object. Its keys that tune a grammar library are accepted only if their values are empty
+    or false."""
     stated = {key: given for key, given in _object(field, value).items() if given or key in KINDS}
     return _build(field, stated)
 

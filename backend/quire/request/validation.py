@@ -66,8 +66,8 @@ def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
         params: the client's parameters; without `dimensions` the embedding has the model's full size.
 
     Raises:
-        InvalidArgumentError: the model has fewer dimensions, or a parameter about sampled tokens is set as
-            well.
+        InvalidArgumentError: the model has fewer dimensions, or the client wants several choices, beams,
+            log-probabilities or a structured output as well.
     """
     if params.dimensions > hidden_size:
         raise InvalidArgumentError(

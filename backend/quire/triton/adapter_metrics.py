@@ -81,7 +81,8 @@ class _RequestsInfo:
     The series with the latest time describes the present; the other series keep their times, as vLLM's do. No
     metric may be deleted (`immortal`), so a process makes MAX_TOLD series at most. The last quarter is kept
     for series that name one adapter. When no series may be added for the present adapters, the existing
-    series that names the most of them and no other adapter is used instead.
+    series that names the most of them and no other adapter is used instead. If it names none, and the process
+    may still make a series, that series names one of them.
 
     Args:
         vllm: labels of vLLM's names.

@@ -31,8 +31,8 @@ _OF_OTHERS = frozenset(
         *(vllm_config.METRICS, "ENABLE_VLLM_HEALTH_CHECK"),
     )
 )
-"""Parameters of Triton's Python backend and of vllm_backend. The last is without effect: an engine that is
-lost is replaced."""
+"""Parameters of Triton's Python backend and of vllm_backend. ENABLE_VLLM_HEALTH_CHECK has no effect here,
+because an engine that dies is replaced."""
 
 
 def complete(config: Any) -> Any:

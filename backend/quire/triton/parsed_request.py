@@ -37,9 +37,10 @@ class ParsedRequest:
     """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
     load decides (`triton/sending/pacing.py`)."""
     cancel: bool = False
-    """Ends the running request with the same external id, and generates nothing."""
+    """Whether this is a cancellation, which ends the tenant's requests with the same external id and
+    generates nothing."""
     cache_control: CacheCommand | None = None
-    """A command for `EngineCore.control`, instead of a generation."""
+    """A command of the input `cache_control`, instead of a generation; None: there is none."""
     stops: StopAutomaton | None = None
     """Automaton for the strings in `params.stop`; None: there are none. The intake makes it, as that costs
     milliseconds that the responder's other requests should not wait for."""

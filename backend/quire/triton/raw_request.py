@@ -91,6 +91,7 @@ class RequestReader:
             InvalidArgumentError: the id or another text is not UTF-8, or the id or a tensor is larger than
                 any that could be right.
             UnavailableError: the embeddings of this frontend's requests would exceed `max_embeds_bytes`.
+            EngineError: embeddings on a GPU have another form than float32 [rows, width], or CUDA fails.
         """
         info = self._info()
         raw = RawRequest(

@@ -44,8 +44,8 @@ class Response(NamedTuple):
 class RequestHandle:
     """Owns a request's response sender until FINAL is sent. Once submitted, only the responder uses it.
 
-    Polling a sender after FINAL crashes tritonserver 2.51, so the sender is gone from here
-    the moment FINAL is sent, and every method asserts that it is still there.
+    Polling a sender after FINAL crashes tritonserver 2.51, so the sender is gone from here the moment FINAL
+    is sent, and methods that use it assert that it is still there.
 
     A `send` of Triton raises where its shared memory is full, and then nothing was delivered. One that was
     to carry FINAL cannot be repeated: the stub marks a sender as closed before it asks for memory, and the

@@ -70,7 +70,7 @@ def parse_scheduling_params(
 
     Raises:
         InvalidArgumentError: wrong type or value outside its range, an end without a session, or a pin
-            without a time to live; names the field.
+            without a `cache_ttl_ms` of at most MAX_PIN_TTL_S; names the field.
     """
     given: dict[str, Any] = {}
     for source in sources:

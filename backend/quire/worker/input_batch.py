@@ -139,7 +139,8 @@ class StepInputs:
     pool_rows: list[PoolRow] = field(default_factory=list)
     """Rows to pool; nothing is sampled from these."""
     are_decodes: bool = False
-    """Whether each row computes one token that the host knows, and samples one."""
+    """Whether each row computes one token that the host knows and samples one. False if a request has
+    embeddings of images or still wants prompt log-probabilities."""
 
     @property
     def wants_best_only(self) -> bool:

@@ -252,10 +252,10 @@ class TokenHistory:
 class ThinkingBudget:
     """Determines the forced tokens of a request whose reasoning has used up its budget.
 
-    Reasoning begins after the opening tag, or with the output if the prompt contains that tag. It ends with
-    the closing tag. After its `budget`-th token the forced tokens follow; the model may have written the
-    first of them itself. The state depends on the tokens alone, so a resumed request continues in the same
-    way.
+    Reasoning begins after the opening tag, or with the output if reasoning is open at the prompt's end. It
+    ends with the closing tag. After its `budget`-th token the forced tokens follow; the model may have
+    written the first of them itself. The state depends on the tokens alone, so a resumed request continues in
+    the same way.
     """
 
     __slots__ = (

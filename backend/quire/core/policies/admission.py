@@ -96,7 +96,8 @@ class AdmissionControl:
         return max(drain, seats)
 
     def predicts(self, request: Request) -> bool:
-        """Returns whether check() compares the request's predicted time to first token with a limit."""
+        """Returns whether a limit on the predicted time to first token applies to the request. check()
+        ignores it for the engine's own requests."""
         given = request.scheduling
         limits = (given.ttft_deadline, given.deadline, self._config.max_predicted_ttft_ms or None)
         return any(limit is not None for limit in limits)

@@ -59,7 +59,7 @@ class Hermes(ObjectMachine):
 
 class Llama(ObjectMachine):
     """Calls of Llama 3: `{"name": ..., "parameters": {...}}` at the beginning of an answer or directly after
-    `<|python_tag|>`, further ones after `;` or `,`."""
+    `<|python_tag|>`, further ones after that call, with or without `;` or `,` between them."""
 
     def __init__(self, sink: AnswerSink, tools: Mapping[str, Any]) -> None:
         super().__init__(sink, {"<|python_tag|>": self._tagged})

@@ -37,8 +37,8 @@ class Generation:
         return self.processor.finished or self.handle.is_replay or not self.handle.is_open
 
     def record_crash(self, suspects: InFlightSuspects) -> bool:
-        """Counts a death of the prompt's engine. Returns whether the prompt was the only suspect at
-        MAX_CRASHES_ALONE deaths in a row."""
+        """Counts a death of the prompt's engine. Returns whether its request alone had rows in the steps in
+        flight at MAX_CRASHES_ALONE deaths in a row."""
         is_suspect = self.message.request_id in suspects.request_ids
         self.num_deaths = self.num_deaths + 1 if is_suspect else 1
         self.num_crashes_alone = self.num_crashes_alone + 1 if is_suspect and suspects.is_alone else 0
