@@ -53,11 +53,8 @@ def trade_off(num_requests: int, cost: CostModel) -> list[dict[str, Any]]:
     peak = run(shared, cost, concurrency=SEATS)["requests_per_s"]
     points = []
     for policy in BATCH_POLICIES:
-        settings = {"batch_policy": policy}
-        if policy == "decode_first":
-            settings["schedule_interval"] = 16
         for load in LOADS:
-            figures = run(Workload(num_requests=num_requests, rate=load * peak), cost, **settings)
+            figures = run(Workload(num_requests=num_requests, rate=load * peak), cost, batch_policy=policy)
             point = {"policy": policy, "load": load, "rate": load * peak}
             for column in COLUMNS:
                 name, percentile, _ = column.split("_")

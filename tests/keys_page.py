@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args, get_origin
 
 from quire import config
 from quire.loader import adapter
@@ -43,7 +43,6 @@ PARTS = {
     config.ModelConfig: "Model, device and precision",
     config.CacheConfig: "KV cache, its tiers, result cache",
     config.SchedulerConfig: "Scheduling",
-    config.TenantLimits: "Limits of one tenant: values of the object `tenants`",
     config.AdapterConfig: "LoRA adapters",
     config.FrontendConfig: "Frontend: texts, answers, streams",
 }
@@ -62,12 +61,29 @@ def docs_of(part: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return f"`{field.default_factory()!r}`"
+    if field.default_factory is not dataclasses.MISSING or dataclasses.is_dataclass(field.default):
+        return "`{}`"
     value = field.default
     if value is None or value == "":
         return "unset"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def keys_inside(kind: Any) -> type | None:
+    """Dataclass of the keys that a JSON object of the annotation `kind` has, or in a dict each of its values;
+    None: the keys are free, or it is no object."""
+    inner = get_args(kind)[1] if get_origin(kind) is dict else kind
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+
+
+def table(part: type) -> Iterator[str]:
+    """The keys of a part of the configuration, or of an object in it."""
+    yield from ("", "| key | may be | default | meaning |", "| --- | --- | --- | --- |")
+    docs, kinds = docs_of(part), config._kinds(part)
+    for field in dataclasses.fields(part):
+        kind = config._described(config.unless_none(kinds[field.name]))
+        meaning = docs[field.name].replace("|", "\\|").replace("None: ", "unset: ")
+        yield f"| `{field.name}` | {kind} | {default_of(field)} | {meaning} |"
 
 
 def lines() -> Iterator[str]:
@@ -84,18 +100,11 @@ def lines() -> Iterator[str]:
         "`generator_unary`, too, or the second one gets an engine, weights and cache of its own. `--option` writes both."
     )
     for part, title in PARTS.items():
-        yield from (
-            "",
-            f"## {title}",
-            "",
-            "| key | may be | default | meaning |",
-            "| --- | --- | --- | --- |",
-        )
-        docs, kinds = docs_of(part), config._kinds(part)
-        for field in dataclasses.fields(part):
-            kind = config._described(config.unless_none(kinds[field.name]))
-            meaning = docs[field.name].replace("|", "\\|").replace("None: ", "unset: ")
-            yield f"| `{field.name}` | {kind} | {default_of(field)} | {meaning} |"
+        yield from ("", f"## {title}", *table(part))
+        for key, kind in config._kinds(part).items():
+            if (inner := keys_inside(kind)) is not None:
+                where = "each value of " * (inner is not kind) + f"the object `{key}`"
+                yield from ("", f"### Keys of {where}", *table(inner))
     yield from ("", "## vLLM's engine arguments", "")
     yield (
         f"In vllm_backend's `1/{vllm_config.FILE}`. Arguments that are not here are refused by name, and so are "
@@ -109,6 +118,7 @@ def lines() -> Iterator[str]:
         yield f"| `{name}` | the key of that name{'; ' * bool(values)}{', '.join(values)} |"
     for name, ours in sorted(vllm_config._RENAMED.items()):
         yield f"| `{name}` | `{ours}` |"
+    yield "| `kv_events_config` | `kv_events`: `endpoint`, `replay_endpoint`, `topic`, if `enable_kv_cache_events` is true; the sizes are without effect |"
     yield "| `quantization` | must name what the checkpoint's weights are; the parameter `quantization` of config.pbtxt quantises at load |"
     for name in sorted(vllm_config._ONE):
         yield f"| `{name}` | 1 alone |"

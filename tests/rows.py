@@ -50,12 +50,13 @@ Marks = dict[str, list[str]]
 @dataclass(frozen=True)
 class Feature:
     """One row of the features table; rank is M (must), S (should) or X (moonshot). `clauses`: what must be
-    shown, by name."""
+    shown, by name. `deleted`: why the code was deleted on purpose; empty: it was not."""
 
     id: str
     capability: str
     rank: str
     clauses: dict[str, str]
+    deleted: str = ""
 
     def needs_gpu(self, clause: str) -> bool:
         return self.clauses[clause].startswith(GPU)
@@ -77,7 +78,10 @@ class RowResult:
         return [name for name in feature.clauses if name not in proven]
 
     def state(self, feature: Feature) -> str:
-        """works: every clause is proven, and all tests that ran pass. partly: something passes."""
+        """works: every clause is proven, and all tests that ran pass. partly: something passes. deleted: on
+        purpose."""
+        if feature.deleted:
+            return "deleted"
         outcomes = set(self.outcomes.values())
         if outcomes <= {PASSED, NOT_RUN} and not self.missing(feature):
             return "works"

@@ -115,6 +115,45 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVConnectorConfig:
+    """A tier of the KV cache that is a plug-in."""
+
+    connector: str = ""
+    """Class of the tier as "module:Class", a `quire.kv_tiers.KVConnector`; empty: there is none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultCacheConfig:
+    """Cache of whole results; it is on with `memory` or `url`."""
+
+    memory: _Bytes = 0
+    """Bytes of memory in each frontend for results; 0: none are kept there."""
+    ttl_s: _Seconds = 3600.0
+    """Seconds after which a result is forgotten; 0: never."""
+    url: str = ""
+    """URL of a Redis or Valkey that keeps results too, for all servers of the same weights
+    (redis://host:6379/0); empty: none."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.memory or self.url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """Addresses of KV events."""
+
+    endpoint: str = ""
+    """ZeroMQ address where events are published (tcp://127.0.0.1:5557); empty: none are."""
+    replay_endpoint: str = ""
+    """ZeroMQ address of a ROUTER that repeats missed events; empty: there is none."""
+    topic: str = ""
+    """Topic of the events."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache, its tiers, and the result cache. The KV cache's size is `num_blocks`, else
     `kv_cache_memory`, else a fraction of the memory."""
@@ -149,24 +188,12 @@ class CacheConfig:
     """Directory in which the disk tier keeps blocks across restarts; empty: no disk tier."""
     disk_cache_size: _Bytes = 1024**3
     """Most bytes in `disk_cache_directory`."""
-    kv_connector: str = ""
-    """Further tier as "module:Class", a `quire.kv_tiers.KVConnector`; empty: none."""
-    kv_connector_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for the class that `kv_connector` names."""
-    result_cache_memory: _Bytes = 0
-    """Bytes of memory in each frontend for results of deterministic requests, with which the same requests
-    are answered again; 0: none."""
-    result_cache_ttl_s: _Seconds = 3600.0
-    """Seconds after which a result is forgotten; 0: never."""
-    result_cache_url: str = ""
-    """URL of a Redis or Valkey that keeps results too, for all servers of the same weights
-    (redis://host:6379/0); empty: none."""
-    kv_events_endpoint: str = ""
-    """ZeroMQ address where KV events are published (tcp://127.0.0.1:5557); empty: none."""
-    kv_events_replay_endpoint: str = ""
-    """ZeroMQ address of a ROUTER that repeats missed events; empty: none."""
-    kv_events_topic: str = ""
-    """Topic of the events."""
+    kv_connector: KVConnectorConfig = KVConnectorConfig()
+    """A further tier, which is a plug-in."""
+    result_cache: ResultCacheConfig = ResultCacheConfig()
+    """Cache of results of deterministic requests, with which the same requests are answered again."""
+    kv_events: KVEventsConfig = KVEventsConfig()
+    """Events of stored and removed blocks, for routers."""
 
     @property
     def tokens_per_block(self) -> int:
@@ -206,19 +233,10 @@ class SchedulerConfig:
     """Prompt tokens that may wait; a request that would exceed them is answered UNAVAILABLE."""
     max_prefill_tokens_per_request: _Tokens | None = None
     """Largest chunk of one prompt in a step; None: the whole budget."""
-    scheduler: Literal["continuous", "static"] = "continuous"
-    """static: the next batch begins when the last request of this one has ended (a baseline
-    for measurements)."""
-    batch_policy: Literal["mixed", "prefill_first", "decode_first"] = "mixed"
+    batch_policy: Literal["mixed", "prefill_first", "decode_first", "static"] = "mixed"
     """mixed: decodes and prompt chunks share a step; prefill_first: prompts have steps of their own, which go
-    first; decode_first: prompts are computed when nothing decodes, or when `schedule_interval` or
-    `waiting_running_ratio` lets waiting requests join."""
-    schedule_interval: _Count = 1
-    """Waiting requests join every n steps, or when nothing runs; 1: in each step, unless
-    `waiting_running_ratio` is set."""
-    waiting_running_ratio: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
-    """Waiting requests join when there are more than this many per running request, or as a
-    `schedule_interval` above 1 says, or when nothing runs; 0: no such rule."""
+    first; decode_first: prompts are computed when nothing decodes; static: the next batch begins when the
+    last request of this one has ended (a baseline for measurements)."""
     queue_policy: Literal["fcfs", "priority", "longest_prefix", "shortest_first", "fair"] = "fcfs"
     """Order of the queue: fcfs, priority, longest_prefix, shortest_first or fair (over tenants)."""
     ageing_s: _Seconds = 10.0

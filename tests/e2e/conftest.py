@@ -415,7 +415,7 @@ def assorted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     drafting = make_forgetful(root / "drafting", 3.0, max_position_embeddings=1024)
     write_generator(repository, "drafting", drafting, **OPTIONS, num_draft_tokens=8)
     plugged = make_checkpoint("llama", root / "plugged")
-    listed = {"logits_processors": {"ban": "plugin.py:Ban"}, "result_cache_memory": "1MB"}
+    listed = {"logits_processors": {"ban": "plugin.py:Ban"}, "result_cache": {"memory": "1MB"}}
     version = write_generator(repository, "plugged", plugged, **OPTIONS, **listed)
     (version / "plugin.py").write_text(_PLUGIN)
     (version / "unlisted.py").write_text(f"open({str(root / 'imported')!r}, 'w')\n{_PLUGIN}")
@@ -434,7 +434,7 @@ def assorted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             url, _ = stack.enter_context(redis_server(binary, root))
             checkpoint = make_checkpoint("llama", root / "redis")
             for name in ("redis", "same"):
-                write_generator(repository, name, checkpoint, **OPTIONS, result_cache_url=url)
+                write_generator(repository, name, checkpoint, **OPTIONS, result_cache={"url": url})
         unused = {"thinking_generator_unary", "thinking_chat_unary"}
         names = sorted(path.name for path in repository.iterdir() if path.name not in unused)
         loaded = tuple(f"--load-model={name}" for name in names)

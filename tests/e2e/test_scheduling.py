@@ -57,8 +57,10 @@ def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         "tenant_from_header_only": True,
         "tenants": {"grpc": QUOTA, "http": QUOTA, "one": ONE},
         "session_ttl_s": 3600.0,
-        "kv_events_endpoint": f"ipc://{root}/events.ipc",
-        "kv_events_replay_endpoint": f"ipc://{root}/replay.ipc",
+        "kv_events": {
+            "endpoint": f"ipc://{root}/events.ipc",
+            "replay_endpoint": f"ipc://{root}/replay.ipc",
+        },
         "trace_file": str(trace),
     }
     build_repository(tiny_checkpoint, root / "repository", placement="path", engine_options=options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ def test_a_gguf_file_is_served_with_its_tokenizer_and_template(tmp_path: Path, s
     file = tmp_path / "é 1" / "modèle.gguf"
     write_gguf(make_checkpoint("llama", tmp_path / "hf"), file, "Q8_0", TEMPLATE)
     asked: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-    options = {"max_model_len": 512, "num_blocks": 64, "dtype": "float32", "result_cache_memory": 2**20}
+    options = {
+        "max_model_len": 512,
+        "num_blocks": 64,
+        "dtype": "float32",
+        "result_cache": json.dumps({"memory": 2**20}),
+    }
     expected = LLM(file, **options).generate(["<s>hello"], **asked)[0]
     (tmp_path / "empty").mkdir()
     arguments = [f"--option={key}={value}" for key, value in options.items()]

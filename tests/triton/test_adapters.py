@@ -17,7 +17,7 @@ from tests.fixtures.fake_metrics import FakeMetric, FakeMetricFamily
 fake_pb_utils.install()
 
 from quire.adapters import AdapterStatus  # noqa: E402
-from quire.config import AdapterConfig, CacheConfig, FrontendConfig  # noqa: E402
+from quire.config import AdapterConfig, FrontendConfig, ResultCacheConfig  # noqa: E402
 from quire.engine.cache_commands import Adapters, LoadAdapter, UnloadAdapter  # noqa: E402
 from quire.engine.messages import EngineInfo  # noqa: E402
 from quire.errors import ConfigError, InvalidArgumentError  # noqa: E402
@@ -169,7 +169,7 @@ def test_vllm_backend_s_list_of_adapters_is_read(tmp_path: Path) -> None:
 @pytest.mark.row("G22", clauses=("key",))
 def test_results_are_kept_by_weights_adapter_and_parameters() -> None:
     """Unseeded sampling is never looked up; a name whose content changed is another adapter."""
-    cache = ResultCache(CacheConfig(result_cache_memory=10**6))
+    cache = ResultCache(ResultCacheConfig(memory=10**6))
     greedy = SamplingParams(max_tokens=3, ignore_eos=True)
 
     def ask(engine: EngineInfo, name: str = "", params: SamplingParams = greedy) -> ParsedRequest:

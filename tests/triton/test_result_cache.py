@@ -25,7 +25,7 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.config import CacheConfig, EngineConfig  # noqa: E402
+from quire.config import EngineConfig, ResultCacheConfig  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.engine.messages import AddRequest, EmbedsMessage, EngineInfo  # noqa: E402
@@ -50,7 +50,7 @@ from tests.triton.test_responder import SteppedRunner  # noqa: E402
 
 WAIT_S = 60.0
 ALL = frozenset(spec.name for spec in OUTPUTS) - {"timing"}
-CONFIG = CacheConfig(result_cache_memory=10**6)
+CONFIG = ResultCacheConfig(memory=10**6)
 PROMPT = [7, 8, 9, 10, 11]
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 
@@ -74,7 +74,8 @@ class Harness(Frontend):
     core: EngineCore
 
     def __init__(self, directory: Path, tokenizer: Any, cache: ResultCache) -> None:
-        config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, "result_cache_memory": "1MB"})
+        values = {"model": "fake", "block_size": 4, "result_cache": {"memory": "1MB"}}
+        config = EngineConfig.from_mapping(values)
         self.runner, self.cache, self.count = SteppedRunner(256, 4), cache, 0
         self.runner.info = dataclasses.replace(self.runner.info, kv_identity={"weights": "a"})
         self.ended, self.figures = Ended(), Figures()

@@ -1,21 +1,21 @@
-"""What a step may hold: static batches, the three batch policies, the interval and the ratio knob."""
+"""What a step may hold: static batches, and the three policies of continuous ones."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
 from benchmarks import scheduler_sim
 from benchmarks.simulator.workload import Lengths, Workload
-from quire.config import EngineConfig, choices
+from quire.config import EngineConfig
 from quire.core.trace import SchedulerTrace
 from quire.plan.cost import PRESETS
 from quire.plan.simulate import Simulator
 from tests.fixtures.fake_engine import FakeEngine
 
-BATCH_POLICIES = choices("batch_policy")
+BATCH_POLICIES = ("mixed", "prefill_first", "decode_first")
+"""All but the static one."""
 
 PROMPTS = {f"r{index}": 2 + 11 * index % 60 for index in range(40)}
 LENGTHS = {f"r{index}": 3 + 7 * index % 25 for index in range(40)} | {"r0": 90}
@@ -23,16 +23,15 @@ LENGTHS = {f"r{index}": 3 + 7 * index % 25 for index in range(40)} | {"r0": 90}
 Record = dict[str, Any]
 
 
-def run(every: int = 1, **limits: Any) -> tuple[FakeEngine, list[Record]]:
-    """40 requests that arrive by twos and threes every so many steps, and the trace of all steps."""
+def run(**limits: Any) -> tuple[FakeEngine, list[Record]]:
+    """40 requests that arrive by twos and threes in each step, and the trace of all steps."""
     trace = SchedulerTrace()
     engine = FakeEngine(num_blocks=2000, trace=trace, **{"max_num_batched_tokens": 48, **limits})
     waiting = list(PROMPTS)
     while waiting or engine.scheduler.has_unfinished():
-        if engine.runner.num_steps % every == 0:
-            for name in waiting[: 2 + engine.runner.num_steps % 2]:
-                engine.add(name, PROMPTS[name], LENGTHS[name])
-                waiting.remove(name)
+        for name in waiting[: 2 + engine.runner.num_steps % 2]:
+            engine.add(name, PROMPTS[name], LENGTHS[name])
+            waiting.remove(name)
         assert not engine.step().is_empty
     engine.check_outputs()
     return engine, trace.records
@@ -44,26 +43,25 @@ def parts(record: Record) -> tuple[set[str], set[str]]:
     return prompts, {name for name, _, _ in record["scheduled"]} - prompts
 
 
-def joins(records: list[Record]) -> dict[int, tuple[int, int, int]]:
-    """By step in which requests join: how many, how many waited and how many ran when it was planned."""
-    found = {}
-    num_running = num_waiting = 0
+def joins(records: list[Record]) -> list[tuple[int, int]]:
+    """Of each step in which requests join: how many, and how many ran when it was planned."""
+    found = []
+    num_running = 0
     for record in records:
-        num_waiting += len(record["arrivals"])
         num_joined = sum(computed == 0 for _, computed, _ in record["scheduled"])
         if num_joined:
-            found[record["step"]] = num_joined, num_waiting, num_running
-        num_running, num_waiting = record["num_running"], record["num_waiting"]
+            found.append((num_joined, num_running))
+        num_running = record["num_running"]
     return found
 
 
 @pytest.mark.row("B3", clauses=("static",))
 def test_static_batches_begin_when_the_last_request_has_ended() -> None:
-    static, records = run(scheduler="static", max_num_seqs=8)
-    assert all(num_running == 0 for _, _, num_running in joins(records).values())
-    assert sum(joined for joined, _, _ in joins(records).values()) == 40
+    static, records = run(batch_policy="static", max_num_seqs=8)
+    assert all(num_running == 0 for _, num_running in joins(records))
+    assert sum(joined for joined, _ in joins(records)) == 40
     continuous, others = run(max_num_seqs=8)
-    assert any(num_running > 0 for _, _, num_running in joins(others).values())
+    assert any(num_running > 0 for _, num_running in joins(others))
     assert static.outputs == continuous.outputs
     assert len(records) > 1.3 * len(others), "seats stand empty while the longest request runs"
 
@@ -72,11 +70,11 @@ def test_static_batches_begin_when_the_last_request_has_ended() -> None:
 def test_the_gap_between_static_and_continuous_batches() -> None:
     arrivals = Workload(num_requests=150, rate=60.0, output=Lengths(60, 0.8, 4, 300)).arrivals()
     figures = {}
-    for scheduler in ("static", "continuous"):
-        settings = {"num_blocks": 4000, "max_num_seqs": 16, "scheduler": scheduler}
+    for policy in ("static", "mixed"):
+        settings = {"num_blocks": 4000, "max_num_seqs": 16, "batch_policy": policy}
         config = EngineConfig.from_mapping(settings)
-        figures[scheduler] = Simulator(config, arrivals, PRESETS["h100-8b"]).run().as_dict()
-    static, continuous = figures["static"], figures["continuous"]
+        figures[policy] = Simulator(config, arrivals, PRESETS["h100-8b"]).run().as_dict()
+    static, continuous = figures["static"], figures["mixed"]
     assert continuous["output_tokens_per_s"] > 1.5 * static["output_tokens_per_s"]
     assert continuous["ttft_s"]["p50"] < 0.5 * static["ttft_s"]["p50"]
 
@@ -153,8 +151,6 @@ def test_what_the_policies_trade() -> None:
     figures = {}
     for policy in BATCH_POLICIES:
         settings = {"num_blocks": 8000, "max_num_seqs": 64, "batch_policy": policy}
-        if policy == "decode_first":
-            settings["schedule_interval"] = 16
         config = EngineConfig.from_mapping(settings)
         figures[policy] = Simulator(config, arrivals, PRESETS["h100-8b"]).run().as_dict()
     ttft = {policy: figures[policy]["ttft_s"]["p50"] for policy in BATCH_POLICIES}
@@ -170,7 +166,9 @@ def test_the_benchmark_has_a_line_of_each_policy_at_each_load(monkeypatch: pytes
     monkeypatch.setattr(scheduler_sim, "LOADS", (0.5, 0.7))
     listed = scheduler_sim.trade_off(60, PRESETS["h100-8b"])
     lines = scheduler_sim.table(listed).splitlines()[2:]
-    assert [line.split()[1] for line in lines] == [policy for policy in BATCH_POLICIES for _ in range(2)]
+    assert [line.split()[1] for line in lines] == [
+        policy for policy in scheduler_sim.BATCH_POLICIES for _ in range(2)
+    ]
     for point, line in zip(listed, lines, strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         latencies = [point[name] for name in ("tpot_p50_s", "itl_p99_s", "ttft_p50_s", "ttft_p99_s")]
@@ -178,56 +176,3 @@ def test_the_benchmark_has_a_line_of_each_policy_at_each_load(monkeypatch: pytes
     points = {point["policy"]: point for point in listed[1::2]}
     assert points["mixed"]["ttft_p50_s"] < points["decode_first"]["ttft_p50_s"]
     assert points["mixed"]["tpot_p50_s"] < points["prefill_first"]["tpot_p50_s"]
-
-
-@pytest.mark.row("B6", clauses=("interval",))
-def test_interval_requests_join_every_16_steps() -> None:
-    engine, records = run(3, schedule_interval=16, max_num_seqs=64, max_num_batched_tokens=2048)
-    found = joins(records)
-    steps = list(found)
-    idle = [step for step, (_, _, num_running) in found.items() if num_running == 0]
-    gaps = [after - before for before, after in itertools.pairwise(steps) if after not in idle]
-    assert len(gaps) >= 2 and set(gaps) == {16}, (steps, idle)
-    assert all(joined == num_waiting for joined, num_waiting, _ in found.values())
-    assert engine.outputs == run()[0].outputs
-
-
-@pytest.mark.row("B6", clauses=("ratio",))
-def test_ratio_requests_join_when_more_than_so_many_wait_per_running_one() -> None:
-    engine, records = run(waiting_running_ratio=1.2, max_num_seqs=64, max_num_batched_tokens=512)
-    found = joins(records)
-    num_running = num_waiting = num_held_back = num_let_in = 0
-    for record in records:
-        num_waiting += len(record["arrivals"])
-        if num_waiting:
-            due = num_running == 0 or num_waiting > 1.2 * num_running
-            assert (record["step"] in found) == due, (record["step"], num_waiting, num_running)
-            num_held_back += not due
-            num_let_in += due and num_running > 0
-        num_running, num_waiting = record["num_running"], record["num_waiting"]
-    assert num_held_back > 5 and num_let_in > 2
-    assert engine.outputs == run()[0].outputs
-
-
-@pytest.mark.row("B6")
-def test_interval_and_ratio_together_are_whichever_comes_first() -> None:
-    _, records = run(
-        3, schedule_interval=10, waiting_running_ratio=1.2, max_num_seqs=64, max_num_batched_tokens=512
-    )
-    last, by_interval, by_ratio = 0, 0, 0
-    for step, (_, num_waiting, num_running) in joins(records).items():
-        if num_running:
-            by_ratio += num_waiting > 1.2 * num_running
-            by_interval += num_waiting <= 1.2 * num_running and step - last == 10
-            assert num_waiting > 1.2 * num_running or step - last == 10
-        last = step
-    assert by_ratio > 0 and by_interval > 0
-
-
-@pytest.mark.row("B6")
-def test_with_decode_first_the_knobs_say_when_prompts_are_computed() -> None:
-    engine, records = run(batch_policy="decode_first", schedule_interval=16, max_num_batched_tokens=512)
-    steps = [record["step"] for record in records if parts(record)[0] and parts(record)[1]]
-    last = {step: max([s for s in joins(records) if s < step], default=0) for step in steps}
-    assert len(steps) >= 2 and all(step - last[step] == 16 for step in steps)
-    assert engine.outputs == run()[0].outputs

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from msgspec import Meta
 
 from quire import config
-from quire.config import EngineConfig, TenantLimits, load_config_file
+from quire.config import EngineConfig, KVEventsConfig, ResultCacheConfig, TenantLimits, load_config_file
 from quire.converters import unless_none
 from quire.errors import ConfigError
 from quire.triton import dialects
@@ -36,7 +37,8 @@ def test_spaces_around_a_text_mean_nothing() -> None:
     }
     values = {"max_num_seqs": 8, "gpu_memory_utilization": 0.5, "enforce_eager": True}
     assert EngineConfig.from_mapping(text) == EngineConfig.from_mapping(values)
-    assert EngineConfig.from_mapping({"kv_events_topic": " a "}).cache.kv_events_topic == " a "
+    events = {"topic": " a "}
+    assert EngineConfig.from_mapping({"kv_events": events}).cache.kv_events.topic == " a "
 
 
 def test_round_trip_keeps_what_differs_from_the_defaults() -> None:
@@ -65,8 +67,12 @@ def test_round_trip_keeps_what_differs_from_the_defaults() -> None:
         ({"kv_cache_memory": "9" * 400}, ["kv_cache_memory", "1125899906842624"]),
         ({"model": 3}, ["model", "text"]),
         ({"preemption_mode": "swap"}, ["preemption_mode=swap needs host_cache_memory"]),
-        ({"kv_connector_options": "{"}, ["kv_connector_options must be a JSON object, got '{'"]),
-        ({"kv_connector_options": [1]}, ["kv_connector_options must be a JSON object"]),
+        ({"kv_connector": "{"}, ["kv_connector must be a JSON object, got '{'"]),
+        ({"kv_connector": {"options": [1]}}, ["kv_connector: options must be a JSON object"]),
+        ({"kv_events": {"endpont": "a"}}, ["kv_events: ", "'endpont' is unknown; did you mean 'endpoint'?"]),
+        ({"result_cache": {"memory": "lots"}}, ["result_cache: memory must be an integer in [0, ", "MiB"]),
+        ({"result_cache": "1MB"}, ["result_cache must be a JSON object, got '1MB'"]),
+        ({"kv_events_endpoint": "a"}, ["kv_events_endpoint", "did you mean 'kv_events'?"]),
         ({"tenants": "[1]"}, ["tenants must be a JSON object"]),
         ({"tenants": "[" * 10**5}, ["tenants must be a JSON object"]),
         ({"tenants": {"a": 3}}, ["tenants: 'a' must be a JSON object, got 3"]),
@@ -102,22 +108,42 @@ def test_objects_may_be_text_as_in_triton_parameters() -> None:
         assert config.scheduler.tenants == {"*": TenantLimits(weight=0.5), "a": TenantLimits()}
         assert EngineConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
     assert EngineConfig.from_mapping({"tenants": ""}) == EngineConfig()
-    options = EngineConfig.from_mapping({"kv_connector_options": '{"port": 1, "nested": {"a": [2]}}'})
-    assert options.cache.kv_connector_options == {"port": 1, "nested": {"a": [2]}}
+    text = '{"connector": "a:B", "options": {"port": 1, "nested": {"a": [2]}}}'
+    config = EngineConfig.from_mapping({"kv_connector": text, "result_cache": '{"memory": "1MB"}'})
+    assert config.cache.kv_connector.options == {"port": 1, "nested": {"a": [2]}}
+    assert config.cache.result_cache == ResultCacheConfig(memory=10**6)
+    assert EngineConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+def annotations() -> Iterator[tuple[str, Any]]:
+    """Every key with its annotation, those inside objects too: "kv_events.topic", "tenants.*.weight"."""
+    for key, kind in config._KINDS.items():
+        yield key, unless_none(kind)
+        if (inner := keys_page.keys_inside(kind)) is not None:
+            where = key if inner is kind else f"{key}.*"
+            yield from ((f"{where}.{name}", unless_none(each)) for name, each in config._kinds(inner).items())
 
 
 NUMERIC = {
     key: [note for note in get_args(kind) if isinstance(note, Meta)]
-    for key, kind in {key: unless_none(kind) for key, kind in config._KINDS.items()}.items()
+    for key, kind in annotations()
     if kind in (int, float) or get_args(kind)[:1] in ((int,), (float,))
 }
 
 
+def stating(key: str, value: object) -> dict[str, Any]:
+    """Keys of a configuration in which one of `annotations` has a value."""
+    first, *rest = key.split(".")
+    for name in reversed(rest):
+        value = {name: value}
+    return {first: value}
+
+
 def test_every_numeric_key_has_a_range_that_holds_its_default() -> None:
-    assert len(NUMERIC) > 25
+    assert len(NUMERIC) > 30 and {"tenants.*.weight", "result_cache.ttl_s"} <= NUMERIC.keys()
     for key, (allowed,) in NUMERIC.items():
-        EngineConfig.from_mapping({key: allowed.le})
-        EngineConfig.from_mapping({key: allowed.ge} if allowed.gt is None else {})
+        EngineConfig.from_mapping(stating(key, allowed.le))
+        EngineConfig.from_mapping(stating(key, allowed.ge) if allowed.gt is None else {})
     EngineConfig.from_mapping(config._flat(EngineConfig()))
 
 
@@ -130,12 +156,13 @@ def test_no_number_outside_its_range_passes(key: str) -> None:
     wrong: list[object] = [float("nan"), float("inf"), -float("inf"), "nan", "inf", "-inf", -1e300, 10**400]
     wrong += [10**30, str(10**30), low - 1, -(10**30), "1e400"]
     wrong += [low] if allowed.gt is not None else []
+    name = key.rpartition(".")[2]
     for value in wrong:
-        with pytest.raises(ConfigError, match=key) as refused:
-            EngineConfig.from_mapping({key: value})
+        with pytest.raises(ConfigError, match=name) as refused:
+            EngineConfig.from_mapping(stating(key, value))
         assert len(str(refused.value)) < 200
-        with pytest.raises(ConfigError, match=key):
-            EngineConfig().replace(**{key: value})
+        with pytest.raises(ConfigError, match=name):
+            EngineConfig().replace(**stating(key, value))
 
 
 def test_nothing_may_be_pinned() -> None:
@@ -197,6 +224,16 @@ def test_the_model_directory_of_vllm_backend_is_read(
     assert config.frontend.dialect == "vllm" and config.cache.num_blocks == 7
     assert (config.model.dtype, config.model.max_model_len) == ("float16", 64)
     assert config.model.model == str(version / "checkpoint")
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "t", "replay_endpoint": None}
+    published = read(kv_events_config={**events, "buffer_steps": 5}).cache.kv_events
+    assert published == KVEventsConfig(endpoint="tcp://*:5557", topic="t")
+    assert caplog.records[-1].getMessage().endswith("without effect here: kv_events_config.buffer_steps")
+    for off in ({"topic": "t"}, {**events, "publisher": "null"}):
+        assert read(kv_events_config=off).cache.kv_events == KVEventsConfig()
+    with pytest.raises(ConfigError, match="kv_events: configuration key 'topics' is unknown; did you mean"):
+        read(kv_events_config={**events, "topics": "t"})
+    with pytest.raises(ConfigError, match="kv_events must be a JSON object"):
+        read(kv_events_config=3)
     with pytest.raises(ConfigError) as refused:
         read(pipeline_parallel_size=2, invalid_attribute=True)
     first, second = refused.value.problems

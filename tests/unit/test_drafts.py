@@ -258,7 +258,7 @@ def run(most: int = 6, **options: Any) -> FakeEngine:
         {"num_blocks": 60, "groups": HYBRID, "cache": {"enable_prefix_caching": True}},
         {"queue_policy": "priority", "num_blocks": 50, "max_num_seqs": 6},
         {"queue_policy": "fair", "batch_policy": "prefill_first"},
-        {"batch_policy": "decode_first", "schedule_interval": 8, "kv_reservation": "predicted"},
+        {"batch_policy": "decode_first", "kv_reservation": "predicted"},
         {"kv_reservation": "no_evict", "num_blocks": 60},
         {"block_size": 16, "num_blocks": 60},
     ],

@@ -427,7 +427,7 @@ def test_a_reset_leaves_nothing_in_any_tier(
     """Only the pool was emptied: what users had asked to forget came back from host memory and disk."""
     options: dict[str, Any] = {"host_cache_memory": "64MiB", "disk_cache_directory": str(tmp_path)}
     if connector:
-        options = {"kv_connector": "tests.fixtures.loopback:LoopbackConnector"}
+        options = {"kv_connector": {"connector": "tests.fixtures.loopback:LoopbackConnector"}}
     llm = engine(checkpoints["llama"], block_size=8, **options)
     core = llm.core
     assert core.tiers is not None

@@ -18,7 +18,7 @@ import pytest
 
 import quire.kv_tiers.disk as disk_module
 import quire.kv_tiers.tiers as tiers_module
-from quire.config import CacheConfig
+from quire.config import CacheConfig, KVConnectorConfig
 from quire.errors import ConfigError
 from quire.kv_tiers import (
     BlockArray,
@@ -76,8 +76,8 @@ def _host(path: Path, capacity: int, block_bytes: int) -> KVConnector:
 
 def _plug_in(spec: str, options: dict[str, Any], block_bytes: int) -> KVConnector:
     """Built as the engine builds it from its configuration."""
-    cache = CacheConfig(kv_connector=spec, kv_connector_options=options)
-    return tiers_module.make_connector(cache, block_bytes, FINGERPRINT)
+    config = KVConnectorConfig(connector=spec, options=options)
+    return tiers_module.make_connector(config, block_bytes, FINGERPRINT)
 
 
 def _disk(path: Path, capacity: int, block_bytes: int) -> KVConnector:
@@ -905,6 +905,10 @@ def test_a_rate_follows_the_latest_transfers_and_large_ones_most() -> None:
     assert latest == pytest.approx(2000, rel=0.05)
 
 
+def _connector(spec: str, **options: Any) -> dict[str, Any]:
+    return {"kv_connector": KVConnectorConfig(connector=spec, options=options)}
+
+
 class TestMakeTiers:
     def test_nothing_configured(self) -> None:
         assert make_tiers(CacheConfig(), FakePool(), FINGERPRINT) is None
@@ -915,8 +919,9 @@ class TestMakeTiers:
             host_cache_memory=4 * BLOCK_BYTES,
             disk_cache_directory=str(tmp_path / "kv"),
             disk_cache_size=2**20,
-            kv_connector="tests.fixtures.loopback:LoopbackConnector",
-            kv_connector_options={"capacity_bytes": 65536},
+            kv_connector=KVConnectorConfig(
+                connector="tests.fixtures.loopback:LoopbackConnector", options={"capacity_bytes": 65536}
+            ),
         )
         tiers = make_tiers(cache, pool, FINGERPRINT)
         assert tiers is not None
@@ -932,16 +937,10 @@ class TestMakeTiers:
         [
             ({"host_cache_memory": 1}, "host_cache_memory=1 holds no block"),
             ({"disk_cache_directory": "/dev/null/kv"}, "disk_cache_directory=/dev/null/kv: "),
-            ({"kv_connector": "no_such_module:Store"}, "kv_connector=no_such_module:Store: ModuleNotFound"),
-            ({"kv_connector": "quire.kv_tiers:Missing"}, "AttributeError"),
-            ({"kv_connector": "quire.kv_tiers:KVTiers"}, r"KVTiers is no quire.kv_tiers.KVConnector"),
-            (
-                {
-                    "kv_connector": "tests.fixtures.loopback:LoopbackConnector",
-                    "kv_connector_options": {"a": 1},
-                },
-                "unexpected keyword",
-            ),
+            (_connector("no_such_module:Store"), "kv_connector: no_such_module:Store: ModuleNotFound"),
+            (_connector("quire.kv_tiers:Missing"), "AttributeError"),
+            (_connector("quire.kv_tiers:KVTiers"), r"KVTiers is no quire.kv_tiers.KVConnector"),
+            (_connector("tests.fixtures.loopback:LoopbackConnector", a=1), "unexpected keyword"),
         ],
     )
     def test_what_cannot_be_had_is_named(self, values: dict[str, Any], complaint: str) -> None:
@@ -949,7 +948,7 @@ class TestMakeTiers:
             make_tiers(CacheConfig(**values), FakePool(), FINGERPRINT)
 
     def test_a_later_failure_closes_the_tiers_before_it(self, tmp_path: Path) -> None:
-        cache = CacheConfig(disk_cache_directory=str(tmp_path), kv_connector="quire.kv_tiers:Missing")
+        cache = CacheConfig(disk_cache_directory=str(tmp_path), **_connector("quire.kv_tiers:Missing"))
         with pytest.raises(ConfigError):
             make_tiers(cache, FakePool(), FINGERPRINT)
         again = disk_tier(tmp_path)

@@ -19,7 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.config import (
+    AdapterConfig,
+    CacheConfig,
+    EngineConfig,
+    KVConnectorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from quire.kv_tiers import fingerprint, needs_fingerprint
 from quire.kv_tiers.fingerprint import HARMLESS_KEYS
 from quire.layers.linear import Weight
@@ -88,7 +95,7 @@ def hits(path: Path, filled: Path, scratch: Path, **options: Any) -> bool:
 
 VALUES: dict[str, list[Any]] = {
     "attention_backend": ["reference"],
-    "batch_policy": ["prefill_first", "decode_first"],
+    "batch_policy": ["prefill_first", "decode_first", "static"],
     "block_size": [4, 16],
     "default_deadline_ms": [10**8],
     "default_ttft_deadline_ms": [10**8],
@@ -98,7 +105,7 @@ VALUES: dict[str, list[Any]] = {
     "host_cache_memory": ["1MiB"],
     "kv_cache_dtype": ["int8", "fp8"],
     "kv_cache_memory": ["4MiB"],
-    "kv_connector": ["tests.fixtures.loopback:LoopbackConnector"],
+    "kv_connector": ['{"connector": "tests.fixtures.loopback:LoopbackConnector"}'],
     "kv_reservation": ["no_evict", "predicted"],
     "load_format": ["safetensors", "dummy"],
     "max_model_len": [100, 200],
@@ -110,17 +117,15 @@ VALUES: dict[str, list[Any]] = {
     "preemption_mode": ["auto"],
     "quantization": ["int8", "int4", "w8a8", "w4a8", "fp8"],
     "queue_policy": ["priority", "longest_prefix", "shortest_first", "fair"],
-    "result_cache_url": ["redis://127.0.0.1:1"],
-    "scheduler": ["static"],
+    "result_cache": ['{"memory": 1}', '{"url": "redis://127.0.0.1:1"}'],
     "seed": [7],
     "tensor_parallel_size": [2],
     "tenants": ['{"*": {"weight": 2}}'],
     "logits_processors": ['{"a": "json:JSONDecoder"}'],
 }
 ELSEWHERE = {
-    "model", "disk_cache_directory", "draft_model", "kv_connector_options",
-    "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "lora_modules", "lora_root",
-    "tokenizer", "trace_file",
+    "model", "disk_cache_directory", "draft_model", "kv_events", "lora_modules", "lora_root", "tokenizer",
+    "trace_file",
 }  # fmt: skip
 """Names of files and addresses: other tests move the checkpoint; the rest never reaches the model. A fake
 device refuses tiers."""
@@ -364,7 +369,7 @@ def test_every_file_of_the_code_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_only_what_others_may_find_needs_one(checkpoint: Path) -> None:
     assert not needs_fingerprint(CacheConfig(host_cache_memory=2**20))
-    assert needs_fingerprint(CacheConfig(kv_connector="a:B"))
+    assert needs_fingerprint(CacheConfig(kv_connector=KVConnectorConfig(connector="a:B")))
     llm = LLM(checkpoint, **OPTIONS, host_cache_memory="1MiB")
     runner = runner_of(llm.core)
     assert runner.info.kv_identity == {}, "the weights are read for nothing"

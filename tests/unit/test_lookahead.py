@@ -58,7 +58,7 @@ def run(**options: Any) -> tuple[FakeEngine, SchedulerTrace]:
         {"cache": {"enable_prefix_caching": True}},
         {"num_blocks": 60, "groups": HYBRID, "cache": {"enable_prefix_caching": True}},
         {"queue_policy": "fair", "batch_policy": "prefill_first"},
-        {"batch_policy": "decode_first", "schedule_interval": 8, "kv_reservation": "predicted"},
+        {"batch_policy": "decode_first", "kv_reservation": "predicted"},
     ],
     ids=["plain", "preemption", "chunks", "prefix cache", "windows", "fair", "decode first"],
 )

@@ -61,7 +61,7 @@ def test_no_evict_never_preempts_on_demand_runs_more_at_a_time_predicted_is_betw
         {"cache": {"enable_prefix_caching": True}, "lookahead": True},
         {"groups": HYBRID, "num_blocks": 70, "cache": {"enable_prefix_caching": True}},
         {"queue_policy": "shortest_first", "batch_policy": "prefill_first"},
-        {"queue_policy": "fair", "batch_policy": "decode_first", "schedule_interval": 4},
+        {"queue_policy": "fair", "batch_policy": "decode_first"},
     ],
     ids=["plain", "chunks", "prefix cache", "lookahead", "windows", "shortest first", "fair"],
 )

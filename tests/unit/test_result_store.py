@@ -59,7 +59,7 @@ def test_an_entry_is_good_under_its_own_key_only() -> None:
 
 
 def test_what_is_no_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="result_cache_url: Redis URL must specify"):
+    with pytest.raises(ConfigError, match="result_cache: url: Redis URL must specify"):
         RedisStore("http://example.org", 1.0, 100)
 
 

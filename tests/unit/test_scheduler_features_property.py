@@ -48,14 +48,14 @@ WORLDS: dict[str, dict[str, Any]] = {
     "shortest first, predicted": {"queue_policy": "shortest_first", "kv_reservation": "predicted"},
     "no evict": {"kv_reservation": "no_evict", "lookahead": True},
     "prefill first": {"batch_policy": "prefill_first", "lookahead": True},
-    "decode first": {"batch_policy": "decode_first", "waiting_running_ratio": 1.2, "lookahead": True},
-    "static": {"scheduler": "static", "lookahead": True},
+    "decode first": {"batch_policy": "decode_first", "lookahead": True},
+    "static": {"batch_policy": "static", "lookahead": True},
     "lookahead, predicted, chunks": {
         "kv_reservation": "predicted",
         "max_prefill_tokens_per_request": 7,
         "lookahead": True,
     },
-    "interval": {"schedule_interval": 5, "cache": {"cache_ttl_s": 2.0}},
+    "time to live": {"cache": {"cache_ttl_s": 2.0}},
 }
 
 

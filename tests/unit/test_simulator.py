@@ -19,7 +19,7 @@ from benchmarks.simulator.fit import fit
 from benchmarks.simulator.plot import plot_timeline, timeline
 from benchmarks.simulator.replay import replay
 from benchmarks.simulator.workload import Lengths, Workload, arrivals_of_trace, read_mooncake
-from quire.config import EngineConfig
+from quire.config import EngineConfig, choices
 from quire.errors import InvalidArgumentError
 from quire.plan.arrival import Arrival
 from quire.plan.cost import PRESETS, CostModel
@@ -68,7 +68,7 @@ def test_two_runs_are_the_same() -> None:
     assert other.duration_s != runs[0][1]["duration_s"]
 
 
-@pytest.mark.parametrize("batch_policy", ["mixed", "prefill_first", "decode_first"])
+@pytest.mark.parametrize("batch_policy", choices("batch_policy"))
 @pytest.mark.parametrize("options", [{}, {"concurrency": 5}, {"queue_policy": "priority"}], ids=str)
 def test_every_request_ends_with_its_tokens(batch_policy: str, options: dict[str, Any]) -> None:
     arrivals = MIX.arrivals()

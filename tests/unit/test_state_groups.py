@@ -306,7 +306,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         "lookahead": True,
     },
     "no evict": {"num_blocks": 54, "kv_reservation": "no_evict", "lookahead": True},
-    "interval": {"num_blocks": 44, "schedule_interval": 5, "cache": {"cache_ttl_s": 2.0}},
+    "time to live": {"num_blocks": 44, "cache": {"cache_ttl_s": 2.0}},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import runpy
 import subprocess
@@ -137,6 +138,8 @@ def test_a_row_works_when_passing_tests_name_all_its_clauses_and_none_of_it_fail
         expected = "works" if outcome == rows.NOT_RUN else "partly"
         assert state(t=("passed", ["grpc", "http"]), u=(outcome, [])) == expected
         assert state(t=(outcome, ["grpc", "http"])) == "not yet"
+    gone = dataclasses.replace(feature, deleted="nobody needed it")
+    assert RowResult().state(gone) == "deleted"
 
 
 def test_a_clause_of_the_gpu_is_proven_only_on_one() -> None:
@@ -219,7 +222,10 @@ def test_make_rows_refuses_a_row_that_does_not_exist(capsys: pytest.CaptureFixtu
 
 
 def test_every_row_has_clauses() -> None:
+    """And no test claims to prove one whose code is deleted."""
+    results = rows.marked_rows()
     for feature in load_features()[1].values():
+        assert not (feature.deleted and feature.id in results), feature.id
         assert feature.clauses, feature.id
         assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in feature.clauses), feature.id
         assert all(text and "|" not in text for text in feature.clauses.values()), feature.id
@@ -282,6 +288,7 @@ def test_tables_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert f"| A1 | {features['A1'].capability} | works | 2 |  |" in lines
     assert f"| A3 | {features['A3'].capability} | partly | 1 | {refusal} |" in lines
     assert any(line.startswith("| H15 | ") and "| not yet | 0 | speech" in line for line in lines)
+    assert any(line.startswith("| B6 | ") and "| deleted | 0 | on purpose: nobody" in line for line in lines)
 
 
 def test_ci_runs_the_readme_s_test_command() -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 
 from quire.config import SchedulerConfig
 from quire.core.drafts import DraftBudget, Drafter
-from quire.core.policies.batch import BatchPolicy
+from quire.core.policies.batch import phases
 from quire.core.policies.reservation import Reservation
 from quire.core.prefix import CachedPrefix
 from quire.core.probation import Probation
@@ -52,7 +52,6 @@ class Planner:
         self._transfers = roster.transfers
         self._adapters = roster.adapters
         self._reservation = reservation
-        self._batch_policy = BatchPolicy(config)
         self._max_model_len = max_model_len
         self._max_row_tokens = config.max_row_tokens
         self._probation = probation
@@ -83,7 +82,7 @@ class Planner:
         if self._only is None and self._queue.preempts and len(self._queue):
             self._admit_urgent(step)
         self._drafts.begin(len(roster.running))
-        decodes, prefills, admits = self._batch_policy.phases(number - 1, roster.running, len(self._queue))
+        decodes, prefills, admits = phases(self._config.batch_policy, roster.running, len(self._queue))
         self._add_running(step, decodes=decodes, prefills=prefills)
         self.admission_blocked_by = ""
         if roster.num_preemptions != num_preemptions:
@@ -170,7 +169,7 @@ class Planner:
                 if missing > kv.num_free_blocks or not self._reservation.try_admit(request, saved):
                     self.admission_blocked_by = "blocks"
                     break
-                self._admit(step, request, prefix)
+                self._roster.admit(request, prefix)
                 if request.load_id is not None:
                     continue
                 count = min(request.num_missing, self._max_row_tokens, step.budget)
@@ -200,10 +199,6 @@ class Planner:
                 break
             self._add_waiting(step)
 
-    def _admit(self, step: Step, request: Request, prefix: CachedPrefix) -> None:
-        self._roster.admit(request, prefix)
-        self._batch_policy.on_admitted(step.output.step - 1)
-
     def _admit_urgent(self, step: Step) -> None:
         """Lets waiting requests of more urgent classes preempt running ones of less urgent classes."""
         while (found := self._next_urgent()) is not None:
@@ -215,7 +210,7 @@ class Planner:
                 prefix = self._transfers.find_prefix(request) or prefix
             if not self._fits(request, prefix):
                 return
-            self._admit(step, request, prefix)
+            self._roster.admit(request, prefix)
 
     def _next_urgent(self) -> tuple[Request, CachedPrefix, list[Request]] | None:
         """Returns the first waiting request that may preempt, its cached prefix, and the requests that it may

@@ -19,7 +19,7 @@ from quire.request.scheduling_params import SchedulingParams
 
 logger = logging.getLogger("quire")
 
-VERSION = 2
+VERSION = 3
 """Version of the contents of records, and of the configuration's keys in the header."""
 
 _SCHEDULING: msgspec.Struct = SchedulingParams()

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from quire.adapters import SavedAdapters
-from quire.config import CacheConfig, EngineConfig
+from quire.config import EngineConfig, KVEventsConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
 from quire.core.request import FinishReason, Request
@@ -104,7 +104,7 @@ class EngineCore:
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, block_size=chosen))
         self.config = config
         cache, limits = config.cache, config.scheduler
-        self._publisher = _publisher(cache)
+        self._publisher = _publisher(cache.kv_events)
         self._events = None if self._publisher is None else KVEventCollector()
         self.kv = KVCacheManager(
             info.num_blocks,
@@ -521,10 +521,10 @@ def _fingerprint(config: EngineConfig, info: RunnerInfo, block_bytes: int) -> st
     return fingerprint(config, {"groups": groups, "block_bytes": block_bytes, **info.kv_identity})
 
 
-def _publisher(cache: CacheConfig) -> KVEventPublisher | None:
-    if not cache.kv_events_endpoint:
+def _publisher(config: KVEventsConfig) -> KVEventPublisher | None:
+    if not config.endpoint:
         return None
-    return KVEventPublisher(cache.kv_events_endpoint, cache.kv_events_replay_endpoint, cache.kv_events_topic)
+    return KVEventPublisher(config.endpoint, config.replay_endpoint, config.topic)
 
 
 def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:

@@ -84,8 +84,8 @@ class KVEventPublisher:
         except (zmq.ZMQError, ValueError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(
-                f"kv_events_endpoint {endpoint!r} or kv_events_replay_endpoint {replay_endpoint!r} "
-                f"cannot be used: {error}"
+                f"kv_events: endpoint {endpoint!r} or replay_endpoint {replay_endpoint!r} cannot be used: "
+                f"{error}"
             ) from None
         self.endpoint = self._address(self._pub)
         """Address of the events' socket, with the actual port in place of a wildcard."""

@@ -88,14 +88,14 @@ class RedisStore:
         try:
             import redis
         except ModuleNotFoundError:
-            raise ConfigError("result_cache_url needs redis-py: pip install redis") from None
+            raise ConfigError("result_cache: url needs redis-py: pip install redis") from None
         self._ttl_ms, self._max_bytes = int(ttl_s * 1000), max_bytes
         timeouts = {"socket_timeout": LOOKUP_S, "socket_connect_timeout": LOOKUP_S}
         try:
             # Two, as a client is for one thread at a time.
             self._reader, self._writer = (redis.Redis.from_url(url, **timeouts) for _ in range(2))
         except ValueError as error:
-            raise ConfigError(f"result_cache_url: {error}") from None
+            raise ConfigError(f"result_cache: url: {error}") from None
         self._reads: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writes: queue.Queue[tuple[bytes, bytes] | None] = queue.Queue(MAX_PENDING)
         self._paused_until = 0.0

@@ -54,8 +54,9 @@ class KVConnector(ABC):
     store nor saves to it for a few seconds. So a lost store costs only recomputation.
 
     A store named by the configuration key `kv_connector` as "module:Class" is built as
-    `Class(block_bytes=..., fingerprint=..., **kv_connector_options)`. Blocks of another fingerprint
-    (`quire.kv_tiers.fingerprint`) belong to other weights or another layout and must never be returned.
+    `Class(block_bytes=..., fingerprint=..., **options)`, with the key's `options`. Blocks of another
+    fingerprint (`quire.kv_tiers.fingerprint`) belong to other weights or another layout and must never be
+    returned.
     """
 
     name: ClassVar[str]

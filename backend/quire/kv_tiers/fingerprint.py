@@ -25,16 +25,13 @@ HARMLESS_KEYS = frozenset({
     "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
     "enable_prefix_caching", "gpu_memory_utilization", "host_cache_memory",
     "kv_cache_memory",
-    "kv_connector", "kv_connector_options", "kv_events_endpoint",
-    "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks",
-    "result_cache_memory", "result_cache_ttl_s", "result_cache_url", "session_ttl_s",
+    "kv_connector", "kv_events", "max_pinned_fraction", "num_blocks", "result_cache", "session_ttl_s",
     # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
     "draft_model", "num_draft_tokens",
     "kv_reservation", "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
     "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
-    "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "trace_file",
-    "waiting_running_ratio",
+    "preemption_mode", "queue_policy", "tenants", "trace_file",
     # Their weights are part of what blocks are found by.
     "lora_modules", "lora_root", "max_cpu_loras", "max_loras",
 })  # fmt: skip
@@ -44,8 +41,7 @@ HARMLESS_KEYS = frozenset({
 def needs_fingerprint(cache: CacheConfig) -> bool:
     """Returns whether blocks or results are kept where another process, or the engine's successor, may find
     them."""
-    places = (cache.disk_cache_directory, cache.kv_connector)
-    return any((*places, cache.result_cache_memory, cache.result_cache_url))
+    return bool(cache.disk_cache_directory or cache.kv_connector.connector or cache.result_cache.is_on)
 
 
 def fingerprint(config: EngineConfig, resolved: Mapping[str, Any]) -> str:

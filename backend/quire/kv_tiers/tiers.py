@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from quire.config import CacheConfig
+from quire.config import CacheConfig, KVConnectorConfig
 from quire.errors import ConfigError, describe
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
@@ -420,8 +420,8 @@ def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVT
                     fingerprint=fingerprint,
                 )
             )
-        if cache.kv_connector:
-            stores.append(make_connector(cache, access.block_bytes, fingerprint))
+        if cache.kv_connector.connector:
+            stores.append(make_connector(cache.kv_connector, access.block_bytes, fingerprint))
     except ConfigError:
         for store in stores:
             store.close()
@@ -429,12 +429,12 @@ def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVT
     return KVTiers(stores, access) if stores else None
 
 
-def make_connector(cache: CacheConfig, block_bytes: int, fingerprint: str) -> KVConnector:
-    module, _, name = cache.kv_connector.partition(":")
+def make_connector(config: KVConnectorConfig, block_bytes: int, fingerprint: str) -> KVConnector:
+    module, _, name = config.connector.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
         if not issubclass(kind, KVConnector):
             raise TypeError(f"{name} is no quire.kv_tiers.KVConnector")
-        return kind(block_bytes=block_bytes, fingerprint=fingerprint, **cache.kv_connector_options)
+        return kind(block_bytes=block_bytes, fingerprint=fingerprint, **config.options)
     except Exception as error:
-        raise ConfigError(f"kv_connector={cache.kv_connector}: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"kv_connector: {config.connector}: {type(error).__name__}: {error}") from None

@@ -129,9 +129,9 @@ def _contradictions(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     first, last = limits.default_ttft_deadline_ms, limits.default_deadline_ms
     if first and last and first > last:
         yield False, "default_ttft_deadline_ms does not count: it is above default_deadline_ms"
-    if cache.kv_events_replay_endpoint and not cache.kv_events_endpoint:
-        yield False, "kv_events_replay_endpoint does not count without kv_events_endpoint"
-    if cache.kv_connector_options and not cache.kv_connector:
-        yield False, "kv_connector_options do not count without kv_connector"
+    if cache.kv_events.replay_endpoint and not cache.kv_events.endpoint:
+        yield False, "kv_events: replay_endpoint does not count without endpoint"
+    if cache.kv_connector.options and not cache.kv_connector.connector:
+        yield False, "kv_connector: options do not count without connector"
     if any(one.weight != 1 for one in limits.tenants.values()) and limits.queue_policy != "fair":
         yield False, "tenants: weights count with queue_policy=fair only"

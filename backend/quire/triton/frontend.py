@@ -146,7 +146,7 @@ class TritonPythonModel:
             observers.append(RequestLog())
         server = ServerAnswer(*identity, self._server_pid)
         path = None if tokenizer is None else tokenizer.path
-        self._results = ResultCache.from_config(config.cache, path)
+        self._results = ResultCache.from_config(config.cache.result_cache, path)
         self._responder = Responder(
             None if tokenizer is None else tokenizer.hf,
             engine,

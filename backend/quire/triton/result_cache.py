@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.config import CacheConfig
+from quire.config import ResultCacheConfig
 from quire.core.request import FinishReason
 from quire.engine.messages import AddRequest, EngineInfo
 from quire.frontend.output_processor import OutputProcessor
@@ -36,7 +36,7 @@ VERSION = 2
 MAX_ENTRY_BYTES = 16 * 2**20
 """Largest size of an entry, which holds the results of one request."""
 MAX_SHARE = 8
-"""Entries above 1/MAX_SHARE of `result_cache_memory` are not kept in memory."""
+"""Entries above 1/MAX_SHARE of `memory` in `result_cache` are not kept in memory."""
 
 _decoder = msgspec.msgpack.Decoder(Results)
 _encoder = msgspec.msgpack.Encoder()
@@ -46,24 +46,24 @@ class ResultCache:
     """Result cache of one frontend. The intake's threads call `look_up`, the responder's thread calls `keep`.
 
     Args:
-        config: has `result_cache_memory`, `result_cache_ttl_s` and `result_cache_url`.
+        config: the configuration key `result_cache`.
         tokenizer: the tokenizer's directory or file, as a grammar's meaning depends on it; None: none.
 
     Raises:
-        ConfigError: redis-py is not installed, or `result_cache_url` is no URL.
+        ConfigError: redis-py is not installed, or `url` is no URL.
     """
 
-    def __init__(self, config: CacheConfig, tokenizer: Path | None = None) -> None:
-        self._memory = MemoryStore(config.result_cache_memory, config.result_cache_ttl_s)
+    def __init__(self, config: ResultCacheConfig, tokenizer: Path | None = None) -> None:
+        self._memory = MemoryStore(config.memory, config.ttl_s)
         self._redis: RedisStore | None = None
-        if config.result_cache_url:
-            self._redis = RedisStore(config.result_cache_url, config.result_cache_ttl_s, MAX_ENTRY_BYTES)
+        if config.url:
+            self._redis = RedisStore(config.url, config.ttl_s, MAX_ENTRY_BYTES)
         self._tokenizer = "" if tokenizer is None else _digest_of_files(tokenizer)
 
     @classmethod
-    def from_config(cls, config: CacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
+    def from_config(cls, config: ResultCacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
         """Makes the cache that a configuration asks for; None: it is off. Raises ConfigError."""
-        return cls(config, tokenizer) if config.result_cache_memory or config.result_cache_url else None
+        return cls(config, tokenizer) if config.is_on else None
 
     def look_up(self, parsed: ParsedRequest, info: EngineInfo) -> None:
         """Sets `parsed.results` if the cache has them, else `parsed.recording`.

@@ -38,6 +38,12 @@ _VALUES = {
     ("load_format", "pt"): "bin",
     ("model_impl", "vllm"): "quire",
 }
+_EVENTS = "kv_events_config"
+"""Argument that is an object, as our key `kv_events` is."""
+_EVENTS_ENDPOINT = "tcp://*:5557"
+"""Endpoint that vLLM has where `kv_events_config` states none."""
+_EVENTS_WITHOUT_EFFECT = frozenset(("buffer_steps", "hwm", "max_queue_size"))
+"""Sizes in `kv_events_config`; ours are fixed."""
 _ONE = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 """Arguments that must be 1."""
 _WITHOUT_EFFECT = frozenset(
@@ -61,7 +67,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: has a line for each argument that is unknown, or that must be 1 and is not.
     """
     values: dict[str, Any] = {"dialect": "vllm"}
-    problems, unused = [], []
+    problems: list[str] = []
+    unused: list[str] = []
     for name, value in arguments.items():
         if value is None or name == "quantization":
             continue
@@ -70,6 +77,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _ONE:
             if value != 1:
                 problems.append(f"{FILE}: {name} must be 1, got {shown(value)}")
+        elif name == _EVENTS:
+            values["kv_events"] = _kv_events(value, unused) if isinstance(value, Mapping) else value
         elif name in _SAME or name in _RENAMED:
             known = isinstance(value, str) and (name, value) in _VALUES
             values[_RENAMED.get(name, name)] = _VALUES[name, value] if known else value
@@ -80,6 +89,20 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if unused:
         logger.warning("%s: without effect here: %s", FILE, ", ".join(unused))
     return values
+
+
+def _kv_events(config: Mapping[str, Any], unused: list[str]) -> dict[str, Any]:
+    """Returns our `kv_events` for vLLM's `kv_events_config`, and adds to `unused` what has no effect. Keys
+    that vLLM does not have are returned as they are, for `EngineConfig.from_mapping` to refuse."""
+    unused += [f"{_EVENTS}.{key}" for key in config if key in _EVENTS_WITHOUT_EFFECT]
+    given = {
+        key: value
+        for key, value in config.items()
+        if value is not None and key not in _EVENTS_WITHOUT_EFFECT and (key, value) != ("publisher", "zmq")
+    }
+    if not given.pop("enable_kv_cache_events", False) or given.get("publisher") == "null":
+        return {}
+    return {"endpoint": _EVENTS_ENDPOINT, **given}
 
 
 def check_quantization(method: Any, checkpoint: Path) -> None:
