@@ -1028,6 +1028,13 @@ _FRONTEND = (
         ("tests/unit/test_engine.py::test_unseeded_requests_do_not_repeat",),
     ),
     Mutant(
+        "a kernel that was named computes also what it leaves to others",
+        "kernels/quire_kernels/registry.py",
+        "        if not one.leaves_call(facts):\n            return one",
+        "        return one",
+        ("tests/kernels/test_registry.py::test_what_a_chosen_implementation_leaves_to_others_is_the_nexts",),
+    ),
+    Mutant(
         "a replay leaves out the message it was asked from",
         "backend/quire/engine/kv_event_publisher.py",
         'if number >= int.from_bytes(first, "big"):',

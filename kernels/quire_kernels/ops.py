@@ -10,7 +10,7 @@ latent attention, both indices are the same memory (a stride of 0).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +67,8 @@ def paged_attention(
         sinks: float32 [num_heads]: an additional score for every row of a head. It is not capped and has no
             value, so it only increases the softmax's denominator (gpt-oss; "Efficient Streaming Language
             Models with Attention Sinks", arXiv 2309.17453). None: there are none.
-        implementation: name of the implementation to use, except for calls that it declines; None: the best.
+        implementation: name of the implementation to use, except for calls that it leaves to others. None:
+            the best one.
 
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
@@ -109,15 +110,9 @@ def _attend(
     )
     # Implementations without sinks need not know of them: their predicates refuse these calls.
     others = () if sinks is None else (sinks,)
-    failed: tuple[Callable[..., Any], ...] = ()
-    while True:
-        function = registry.select(
-            "paged_attention", query.device.type, query.dtype, wanted=wanted, without=failed, **facts
-        )
-        out: torch.Tensor | None = function(query, kv_layer, meta, scale, sliding_window, softcap, *others)
-        if out is not None:
-            return out
-        failed = (*failed, function)
+    function = registry.select("paged_attention", query.device.type, query.dtype, wanted=wanted, **facts)
+    out: torch.Tensor = function(query, kv_layer, meta, scale, sliding_window, softcap, *others)
+    return out
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
 """Registry of the operators' implementations, chosen by device, dtype and shape.
 
 An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
-that supports the call, and logs the choice once. The caller may name an implementation. For other callers,
-the environment may name one for each operator
+that supports the call and does not leave it to the next one, and logs the choice once. The caller may name an
+implementation. For other callers, the environment may name one for each operator
 (`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
-does not support the call. Another one is used only if the named one declines the call (`Declined`).
+does not support the call. Another one is used only if the named one `leaves` the call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ class KernelError(ValueError):
     implementation supports the call."""
 
 
-class Declined(str):
-    """Reason why an implementation leaves a call that it could compute to the next one. It does so even if it
-    was named."""
-
-
 @dataclass(frozen=True)
 class Implementation:
     """One implementation of an operator."""
@@ -47,16 +42,24 @@ class Implementation:
     """Types of the operands that it supports; empty: any floating type."""
     priority: int
     """Priority: of the implementations that support a call, the one with the highest is chosen."""
-    predicate: Callable[..., bool | str] | None
-    """Called with the call's facts (head_dim, block_size, ...) by keyword; False or a text with the reason:
-    the call is not supported. None: every call is."""
+    predicate: Callable[..., str | None] | None
+    """Called with the call's facts (head_dim, block_size, ...) by keyword. It returns why the call is not
+    supported; None: it is. Without a predicate every call is supported."""
+    leaves: frozenset[str] = frozenset()
+    """Names of facts. If one of them is true, this implementation leaves the call to the next one, even if it
+    was named."""
     is_recordable: bool = True
     """Whether a CUDA graph that recorded it also computes other batches of the same shape. For that, it must
     read lengths on the device."""
 
     def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
-        """Whether it supports operands of this device, type and shape."""
-        return self.why_not(device_type, dtype, facts) is None
+        """Whether it supports operands of this device, type and shape, and does not leave the call to the
+        next implementation."""
+        return not self.leaves_call(facts) and self.why_not(device_type, dtype, facts) is None
+
+    def leaves_call(self, facts: Mapping[str, Any]) -> bool:
+        """Whether it leaves a call with these facts to the next implementation."""
+        return any(facts.get(name) for name in self.leaves)
 
     def why_not(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
         """Returns why it does not support operands of this device, type and shape; None: it does."""
@@ -64,10 +67,7 @@ class Implementation:
             return f"only on {', '.join(sorted(self.devices))}"
         if self.dtypes and dtype not in self.dtypes:
             return f"only for {', '.join(sorted(str(one).removeprefix('torch.') for one in self.dtypes))}"
-        answer = True if self.predicate is None else self.predicate(**facts)
-        if isinstance(answer, str):
-            return answer
-        return None if answer else "not for this shape, or it cannot be built here"
+        return None if self.predicate is None else self.predicate(**facts)
 
 
 _implementations: dict[str, dict[str, Implementation]] = {}
@@ -82,7 +82,8 @@ def implementation(
     devices: tuple[str, ...] = (),
     dtypes: tuple[torch.dtype, ...] = (),
     priority: int = 0,
-    predicate: Callable[..., bool | str] | None = None,
+    predicate: Callable[..., str | None] | None = None,
+    leaves: tuple[str, ...] = (),
     is_recordable: bool = True,
 ) -> Callable[[F], F]:
     """Decorator that registers a function as implementation `name` of `operator`."""
@@ -98,6 +99,7 @@ def implementation(
             frozenset(dtypes),
             priority,
             predicate,
+            frozenset(leaves),
             is_recordable,
         )
         _picked.clear()
@@ -148,7 +150,6 @@ def select(
     dtype: torch.dtype,
     *,
     wanted: str | None = None,
-    without: tuple[Callable[..., Any], ...] = (),
     **facts: Any,
 ) -> Callable[..., Any]:
     """Returns the function that computes `operator` for these operands.
@@ -158,16 +159,15 @@ def select(
         device_type: "cpu" or "cuda".
         dtype: type of the operands.
         wanted: name of the implementation to use; None: the environment's choice, or else the best one.
-        without: functions that must not be chosen, even if they are named.
         facts: hashable facts of the call on which implementations may depend.
 
     Raises:
         KernelError: no implementation supports the call, or the named one does not.
     """
-    key = (operator, device_type, dtype, wanted, without, *facts.values())
+    key = (operator, device_type, dtype, wanted, *facts.values())
     picked = _picked.get(key)
     if picked is None:
-        picked = _picked[key] = pick(operator, device_type, dtype, wanted=wanted, without=without, **facts)
+        picked = _picked[key] = pick(operator, device_type, dtype, wanted=wanted, **facts)
         logger.info("%s: %s on %s %s %s", operator, picked.name, device_type, dtype, facts if facts else "")
     return picked.function
 
@@ -178,7 +178,6 @@ def pick(
     dtype: torch.dtype,
     *,
     wanted: str | None = None,
-    without: tuple[Callable[..., Any], ...] = (),
     **facts: Any,
 ) -> Implementation:
     """Returns the implementation that `select` chooses, without logging it. Raises KernelError as `select`
@@ -187,15 +186,14 @@ def pick(
     if chosen is not None:
         _check_name(operator, chosen)
         one = _implementations[operator][chosen]
-        reason = one.why_not(device_type, dtype, facts)
-        if reason is None and one.function not in without:
-            return one
-        if reason is not None and not isinstance(reason, Declined):
+        if (reason := one.why_not(device_type, dtype, facts)) is not None:
             raise KernelError(
                 f"{operator}={chosen} was asked for but cannot do {device_type} {dtype} {facts}: {reason}"
             )
+        if not one.leaves_call(facts):
+            return one
     for candidate in implementations(operator):
-        if candidate.function not in without and candidate.can_do(device_type, dtype, facts):
+        if candidate.can_do(device_type, dtype, facts):
             return candidate
     raise KernelError(f"no implementation of {operator} for {device_type} {dtype} {facts}")
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from quire_kernels.registry import Declined
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogitEdits:
@@ -82,8 +80,3 @@ class SamplingTensors:
         """Returns the entries of the rows `index`, int64, without edits."""
         columns = {name: value for name, value in vars(self).items() if name != "edits" and value is not None}
         return SamplingTensors(**{name: value[index] for name, value in columns.items()})
-
-
-def is_not_typical(typical: bool = False, **_: object) -> bool | Declined:
-    """Returns True if kernels without typical-p can draw all rows; Declined if a row uses typical-p."""
-    return Declined("a row asks for typical-p") if typical else True

@@ -34,7 +34,7 @@ from tests.kernels.common import forced
 from tests.kernels.fake_flashinfer import fake_module
 from tests.kernels.test_paged_attention import TOLERANCE, Case, dense, make_case
 
-CACHES = (operators.why_unavailable, operators.works, wrappers._pool, wrappers._workspace)
+CACHES = (operators.why_unavailable, operators.why_it_fails, wrappers._pool, wrappers._workspace)
 FACTS = attention_facts(8, 64, 2, 16, torch.bfloat16, None, None)
 
 
@@ -68,9 +68,7 @@ def attend(
     case: Case, sliding_window: int | None = None, softcap: float | None = None, **changes: Any
 ) -> torch.Tensor:
     meta = dataclasses.replace(case.meta, **changes) if changes else case.meta
-    out = operators.paged_attention(case.query, case.kv_layer, meta, case.scale, sliding_window, softcap)
-    assert out is not None, "it was planned"
-    return out
+    return operators.paged_attention(case.query, case.kv_layer, meta, case.scale, sliding_window, softcap)
 
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -281,9 +279,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, **able: bool) -> list[str]:
 
         return function
 
-    def can_do(name: str, long_queries: bool, **_: Any) -> bool | str:
-        leaves = name == "cuda" and long_queries
-        return able[name] and (registry.Declined("queries are long") if leaves else True)
+    def why_not(name: str, **_: Any) -> str | None:
+        return None if able[name] else "it is missing"
 
     found = registry._implementations["paged_attention"]
     chain = {
@@ -294,7 +291,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, **able: bool) -> list[str]:
             frozenset(),
             frozenset(),
             10 if name == "triton" else found[name].priority,
-            functools.partial(can_do, name),
+            functools.partial(why_not, name),
+            found[name].leaves,
         )
         for name in ("cuda", "flashinfer", "triton", "reference")
     }

@@ -23,9 +23,11 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.implementation("twice", "fast", devices=("cpu",), dtypes=(torch.float32,), priority=10)(
         lambda x: ("fast", x)
     )
-    registry.implementation("twice", "wide", priority=20, predicate=lambda size: size % 64 == 0)(
-        lambda x: ("wide", x)
-    )
+
+    def why_not(size: int) -> str | None:
+        return "size is no multiple of 64" if size % 64 else None
+
+    registry.implementation("twice", "wide", priority=20, predicate=why_not)(lambda x: ("wide", x))
     yield
     registry._picked.clear()
 
@@ -63,7 +65,7 @@ def test_the_environment_overrides_priority(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_forced_implementation_that_cannot_do_the_job_is_an_error() -> None:
-    message = "twice=wide was asked for but cannot do cpu"
+    message = r"twice=wide was asked for but cannot do cpu .*: size is no multiple of 64"
     with registry.forced({"twice": "wide"}), pytest.raises(registry.KernelError, match=message):
         pick(size=100)
     with pytest.raises(registry.KernelError, match=message):
@@ -78,19 +80,27 @@ def test_a_caller_that_wants_one_gets_it_whatever_others_choose() -> None:
 
 
 def test_what_a_chosen_implementation_leaves_to_others_is_the_nexts() -> None:
-    """And nobody's choice brings back a function that has failed."""
+    """What it does not support is an error all the same."""
 
-    def predicate(size: int) -> bool | str:
-        return registry.Declined("odd sizes") if size % 2 else True
+    def predicate(size: int, **_: object) -> str | None:
+        return "size is odd" if size % 2 else None
 
-    @registry.implementation("twice", "even", priority=30, predicate=predicate)
-    def even(x: int) -> tuple[str, int]:
-        return "even", x
+    @registry.implementation("thrice", "even", priority=10, predicate=predicate, leaves=("late",))
+    def even() -> None: ...
 
-    with registry.forced({"twice": "even"}):
-        assert pick(size=128) == "even" and pick(size=101) == "fast"
-        failed = registry.pick("twice", "cpu", torch.float32, without=(even,), size=128)
-    assert failed.name == "wide"
+    registry.implementation("thrice", "plain")(even)
+
+    def picked(wanted: str | None = None, size: int = 2, late: bool = False) -> str:
+        return registry.pick("thrice", "cpu", torch.float32, wanted=wanted, size=size, late=late).name
+
+    assert picked() == picked("even") == "even"
+    assert picked(late=True) == picked("even", late=True) == "plain"
+    with registry.forced({"thrice": "even"}):
+        assert picked() == "even" and picked(late=True) == "plain"
+    assert picked(size=3) == "plain"
+    for late in (False, True):
+        with pytest.raises(registry.KernelError, match=r"thrice=even was asked for but cannot .*size is odd"):
+            picked("even", size=3, late=late)
 
 
 @pytest.mark.parametrize(

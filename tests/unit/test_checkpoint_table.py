@@ -27,7 +27,7 @@ from quire.models.decoder import DecoderModel
 from quire.models.registry import ARCHITECTURES
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import Format as NativeFormat
-from quire_kernels.cuda.linear import can_pack
+from quire_kernels.cuda.linear import why_not_pack
 from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear
 from tests.fixtures import gguf_files
 from tests.fixtures.checkpoints import (
@@ -219,7 +219,7 @@ def test_plain_weights_become_what_is_said(name: str, plain: Callable[..., Path]
                 assert error(ours, theirs) < most_off(family), (family, dtype)
     halves = Driver.load(plain("llama"), dtype="float16", quantization=quantization)
     assert kept(halves) == "numbers" and halves.logits(IDS).isfinite().all()
-    is_kept = quantization is not None and can_pack(64, 64, quantization=quantization)
+    is_kept = quantization is not None and why_not_pack(64, 64, quantization=quantization) is None
     # There rows of w8a8 stay as they are.
     assert on_gpu == ({"w8a8": "int8"}.get(name, name) if is_kept else "numbers")
 

@@ -39,18 +39,22 @@ ACTIVATIONS = {
 }
 
 
-def can_pack(
+def why_not_pack(
     in_features: int,
     out_features: int,
-    activation: str | None,
+    activation: str | None = None,
     quantization: str | None = None,
     **_: object,
-) -> bool:
-    """Whether the kernels support a matrix of this shape."""
+) -> str | None:
+    """Returns why the kernels do not support a matrix of this shape."""
     if quantization is not None and quantization not in _QUANTISED:
-        return False
+        return f"no kernels for {quantization}"
     multiple = W8A8_GROUP if quantization == "w8a8" else INPUTS_MULTIPLE
-    return in_features % multiple == 0 and (activation is None or out_features % BLOCK_COLUMNS == 0)
+    if in_features % multiple != 0:
+        return f"in_features must be a multiple of {multiple}"
+    if activation is not None and out_features % BLOCK_COLUMNS != 0:
+        return f"out_features must be a multiple of {BLOCK_COLUMNS} with gates"
+    return None
 
 
 class NativeLinear:

@@ -19,22 +19,24 @@ _SCORING = {"softmax": 0, "sigmoid": 1}
 _SHARED = {None: 0, "whole": 1, "gated": 2}
 
 
-def can_join(isa: str, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **_: object) -> bool:
-    """Whether the kernels can join these experts. They must have the same form; only their inner sizes may
-    differ."""
+def why_not_join(
+    isa: str, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **_: object
+) -> str | None:
+    """Returns why the kernels cannot join these experts. They must have the same form; only their inner sizes
+    may differ."""
     layers = []
     for linears in (gate_up, down):
         layers.append([one.struct for one in linears if isinstance(one, NativeLinear) and one.isa == isa])
         forms = {(one.format, one.activation) for one in layers[-1]}
         if len(layers[-1]) < len(linears) or len(forms) != 1:
-            return False
+            return "experts have other implementations, or different forms"
+    activations = [one[0].activation for one in layers]
+    if activations[0] == Activation.NONE or activations[1] != Activation.NONE:
+        return "gate_up alone must be gated"
     hidden = {one.num_inputs for one in layers[0]} | {one.num_columns for one in layers[1]}
-    return (
-        layers[0][0].activation != Activation.NONE
-        and layers[1][0].activation == Activation.NONE
-        and len(hidden) == 1
-        and hidden.pop() % BLOCK_COLUMNS == 0
-    )
+    if len(hidden) != 1 or hidden.pop() % BLOCK_COLUMNS != 0:
+        return f"all experts must have one hidden size, a multiple of {BLOCK_COLUMNS}"
+    return None
 
 
 class NativeExperts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from ctypes import byref
 from functools import partial
 from typing import Any
@@ -16,11 +17,11 @@ from quire_kernels.cpu.linear import (
     ACTIVATIONS,
     NativeHeads,
     NativeLinear,
-    can_pack,
     pack_dense,
     pack_grouped,
+    why_not_pack,
 )
-from quire_kernels.cpu.moe import NativeExperts, can_join
+from quire_kernels.cpu.moe import NativeExperts, why_not_join
 from quire_kernels.cpu.moe import route as native_route
 from quire_kernels.cpu.native import (
     KV_TYPES,
@@ -34,8 +35,8 @@ from quire_kernels.cpu.native import (
 )
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
-from quire_kernels.registry import Declined, implementation
-from quire_kernels.sampling import SamplingTensors, is_not_typical
+from quire_kernels.registry import implementation
+from quire_kernels.sampling import SamplingTensors
 
 logger = logging.getLogger("quire_kernels")
 
@@ -340,28 +341,30 @@ def _kernels(isa: str) -> ctypes.CDLL:
     return found
 
 
-def _in_vectors(*sizes: str) -> Any:
-    """Makes a predicate: whether the named facts are multiples of VECTOR."""
+def _in_vectors(*sizes: str) -> Callable[..., str | None]:
+    """Makes a predicate: the named facts must be multiples of VECTOR."""
 
-    def predicate(isa: str, **facts: Any) -> bool:
+    def why_not(**facts: Any) -> str | None:
         if facts.get("kv_dtype", torch.float32) not in KV_TYPES:
-            return False
-        return all(facts[size] % VECTOR == 0 for size in sizes) and library(isa) is not None
+            return f"no cache of {facts['kv_dtype']}"
+        if any(facts[size] % VECTOR != 0 for size in sizes):
+            return f"{' and '.join(sizes)} must be a multiple of {VECTOR}"
+        return None
 
-    return predicate
-
-
-def _can_scan(isa: str, **facts: Any) -> bool:
-    in_vectors: bool = _in_vectors("key_dim", "value_dim")(isa, **facts)
-    return in_vectors and facts["key_dim"] <= MAX_KEY_DIM
+    return why_not
 
 
-def _can_sample(isa: str, **facts: Any) -> bool | Declined:
-    return library(isa) is not None and is_not_typical(**facts)
+def _why_not_scan(**facts: Any) -> str | None:
+    if facts["key_dim"] > MAX_KEY_DIM:
+        return f"key_dim must be at most {MAX_KEY_DIM}"
+    return _in_vectors("key_dim", "value_dim")(**facts)
 
 
-def _can_pack(isa: str, activation: str | None = None, **facts: Any) -> bool:
-    return can_pack(activation=activation, **facts) and library(isa) is not None
+def _why_not(isa: str, shapes: Callable[..., str | None], **facts: Any) -> str | None:
+    """Returns why the kernels of an instruction set do not support the call's facts, by `shapes`, or cannot
+    be had here."""
+    reason = shapes(isa=isa, **facts)
+    return reason or (None if library(isa) is not None else "its kernels cannot be compiled or loaded here")
 
 
 _OPERATORS = (
@@ -373,16 +376,17 @@ _OPERATORS = (
     ("argmax", argmax, _in_vectors()),
     ("top_logprobs", top_logprobs, _in_vectors()),
     ("forbid_others", forbid_others, _in_vectors()),
-    ("sample", sample, _can_sample),
+    ("sample", sample, _in_vectors()),
     ("add_lora", add_lora, _in_vectors()),
     ("causal_conv", causal_conv, _in_vectors("num_channels")),
-    ("gated_delta_rule", gated_delta_rule, _can_scan),
-    ("linear", linear, _can_pack),
-    ("grouped_linear", grouped_linear, _can_pack),
-    ("head_linear", head_linear, _can_pack),
+    ("gated_delta_rule", gated_delta_rule, _why_not_scan),
+    ("linear", linear, why_not_pack),
+    ("grouped_linear", grouped_linear, why_not_pack),
+    ("head_linear", head_linear, why_not_pack),
     ("route", route, _in_vectors()),
-    ("moe", moe, can_join),
+    ("moe", moe, why_not_join),
 )
+_LEAVES = {"sample": ("typical",)}
 
 
 def _register() -> None:
@@ -392,14 +396,15 @@ def _register() -> None:
         logger.warning("%s", error)
         return
     for rank, isa in enumerate(reversed(isas), 1):
-        for operator, function, predicate in _OPERATORS:
+        for operator, function, shapes in _OPERATORS:
             implementation(
                 operator,
                 isa,
                 devices=("cpu",),
                 dtypes=DTYPES,
                 priority=10 * rank,
-                predicate=partial(predicate, isa),
+                predicate=partial(_why_not, isa, shapes),
+                leaves=_LEAVES.get(operator, ()),
             )(partial(function, isa))
 
 

@@ -12,7 +12,6 @@ from quire_kernels.cuda.compiler import Unit, attention_unit
 from quire_kernels.cuda.launch import Launcher
 from quire_kernels.metadata import NO_SINKS, AttentionMetadata
 from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV
-from quire_kernels.registry import Declined
 from quire_kernels.sampling import SamplingTensors
 
 TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
@@ -313,34 +312,39 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 and is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
-def can_attend(**facts: Any) -> bool | str:
-    """Whether `Kernels.paged_attention` supports this head size and block size, and queries are short."""
+def why_not_attend(**facts: Any) -> str | None:
+    """Returns why `Kernels.paged_attention` does not support this cache, head size or block size."""
     if facts.get("sinks"):
         return NO_SINKS
-    quantized = facts.get("kv_dtype") in KV_KINDS
-    block_size = facts.get("block_size", 16)
-    known = (
-        facts.get("head_dim", 64) in (QUANTIZED_HEAD_DIMS if quantized else HEAD_DIMS)
-        and block_size & (block_size - 1) == 0
-        # Smaller quantised blocks have heads that do not begin on 16 bytes.
-        and (not quantized or block_size >= 8)
-        and (quantized or facts.get("kv_dtype") in (torch.bfloat16, torch.float16))
-    )
-    return Declined("queries are long") if known and facts.get("long_queries") else known
+    kv_dtype, block_size = facts.get("kv_dtype"), facts.get("block_size", 16)
+    is_quantized = kv_dtype in KV_KINDS
+    if not is_quantized and kv_dtype not in (torch.bfloat16, torch.float16):
+        return f"no cache of {kv_dtype}"
+    head_dims = QUANTIZED_HEAD_DIMS if is_quantized else HEAD_DIMS
+    if facts.get("head_dim", 64) not in head_dims:
+        return f"head_dim must be one of {head_dims}"
+    if block_size & (block_size - 1) != 0:
+        return "block_size must be a power of two"
+    # Smaller quantised blocks have heads that do not begin on 16 bytes.
+    return "block_size must be at least 8" if is_quantized and block_size < 8 else None
 
 
-def can_write(**facts: Any) -> bool:
-    """Whether `norm_rope_write`, `write_kv` and `rope` support this head size."""
+def why_not_write(**facts: Any) -> str | None:
+    """Returns why `norm_rope_write`, `write_kv` and `rope` do not support this cache or head size."""
     kv_dtype = facts.get("kv_dtype")
-    return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **KV_KINDS})
+    if kv_dtype is not None and kv_dtype not in {**TYPES, **KV_KINDS}:
+        return f"no cache of {kv_dtype}"
+    return None if facts.get("head_dim", 64) <= 256 else "head_dim must be at most 256"
 
 
-def can_keep_row(**facts: Any) -> bool:
-    """Whether rows of `size` numbers, of any type, consist of whole vectors that the threads of one block can
-    hold."""
-    return facts["size"] % 8 == 0 and facts["size"] * 4 <= MAX_ROW_BYTES
+def why_not_keep_row(**facts: Any) -> str | None:
+    """Returns why rows of `size` numbers, of any type, do not consist of whole vectors that the threads of
+    one block can hold."""
+    if facts["size"] * 4 > MAX_ROW_BYTES:
+        return f"size must be at most {MAX_ROW_BYTES // 4}"
+    return why_not_gate(**facts)
 
 
-def can_gate(**facts: Any) -> bool:
-    """Whether rows of `size` numbers consist of whole vectors."""
-    return bool(facts["size"] % 8 == 0)
+def why_not_gate(**facts: Any) -> str | None:
+    """Returns why rows of `size` numbers do not consist of whole vectors."""
+    return None if facts["size"] % 8 == 0 else "size must be a multiple of 8"

@@ -355,21 +355,25 @@ def can_widen(device_type: str) -> bool:
     return True
 
 
-def can_pack(
+def why_not_pack(
     in_features: int,
     out_features: int,
     activation: str | None = None,
     quantization: str | None = None,
     **_: object,
-) -> bool:
-    """Whether `pack` supports a matrix of this shape: rows consist of whole vectors, and no tile holds both
-    gates and the rows that they multiply."""
-    if quantization is None:
-        return activation is None or out_features % 16 == 0
-    unit = INT4_GROUP if quantization == "int4" else 8
-    return (
-        quantization in CODES and in_features % unit == 0 and (activation is None or out_features % 32 == 0)
-    )
+) -> str | None:
+    """Returns why `pack` does not support a matrix of this shape. Rows must consist of whole vectors, and no
+    tile may hold both gates and the rows that they multiply."""
+    if quantization is not None:
+        if quantization not in CODES:
+            return f"no kernels for {quantization}"
+        unit = INT4_GROUP if quantization == "int4" else 8
+        if in_features % unit != 0:
+            return f"in_features must be a multiple of {unit}"
+    tile = 16 if quantization is None else 32
+    if activation is not None and out_features % tile != 0:
+        return f"out_features must be a multiple of {tile} with gates"
+    return None
 
 
 def probe(quantization: str | None = None, **_: object) -> tuple[Unit, str, int]:

@@ -20,7 +20,6 @@ from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_i
 from quire_kernels.cuda.kernels import Kernels, attention_shared_bytes
 from quire_kernels.cuda.launch import Launcher, loaded
 from quire_kernels.quantized_kv import KV_KINDS
-from quire_kernels.sampling import is_not_typical
 
 logger = logging.getLogger("quire_kernels")
 
@@ -29,6 +28,7 @@ PRIORITY = 20
 """Priority above the Triton-language kernels."""
 CAPABILITY = (8, 0)
 """Least compute capability with asynchronous copies and bfloat16 on tensor cores."""
+UNAVAILABLE = f"it needs NVRTC and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALVES, torch.float32)
 
@@ -55,8 +55,9 @@ def register(
     operator: str,
     function: Callable[..., Any],
     probe: Callable[..., tuple[Unit, str, int]],
-    shapes: Callable[..., bool | str] | None = None,
+    shapes: Callable[..., str | None] | None = None,
     dtypes: tuple[torch.dtype, ...] = _FLOATS,
+    leaves: tuple[str, ...] = (),
 ) -> None:
     """Registers an implementation of an operator.
 
@@ -65,16 +66,25 @@ def register(
         function: computes it.
         probe: returns, from the call's facts, the (unit, kernel, bytes of dynamic shared memory) that must
             compile. One type stands for several, because facts do not include the operands' type.
-        shapes: whether the kernels support the call's facts; None: they support all.
+        shapes: returns why the kernels do not support the call's facts, or None; None: they support all.
         dtypes: types of the operands; empty: any floating type.
+        leaves: see `registry.Implementation`.
     """
 
-    def can_do(**facts: Any) -> bool | str:
-        known = is_available() and (shapes is None or shapes(**facts))
-        return compiles(*probe(**facts)) if known is True else known
+    def why_not(**facts: Any) -> str | None:
+        if not is_available():
+            return UNAVAILABLE
+        reason = None if shapes is None else shapes(**facts)
+        return reason or (None if compiles(*probe(**facts)) else "its kernel does not compile or load here")
 
     registry.implementation(
-        operator, NAME, devices=("cuda",), dtypes=dtypes, priority=PRIORITY, predicate=can_do
+        operator,
+        NAME,
+        devices=("cuda",),
+        dtypes=dtypes,
+        priority=PRIORITY,
+        predicate=why_not,
+        leaves=leaves,
     )(function)
 
 
@@ -92,18 +102,27 @@ def _probe(source: str, kernel: str, **defines: str) -> Callable[..., tuple[Unit
 
 
 _write_probe = _probe("cache", "norm_rope_write", TYPE="BFloat16")
-register("paged_attention", _kernels.paged_attention, _attention_probe, kernels.can_attend, _HALVES)
-register("norm_rope_write", _kernels.norm_rope_write, _write_probe, kernels.can_write)
-register("write_kv", _kernels.write_kv, _write_probe, kernels.can_write)
-register("rope", _kernels.rope, _write_probe, kernels.can_write)
+register(
+    "paged_attention",
+    _kernels.paged_attention,
+    _attention_probe,
+    kernels.why_not_attend,
+    _HALVES,
+    leaves=("long_queries",),
+)
+register("norm_rope_write", _kernels.norm_rope_write, _write_probe, kernels.why_not_write)
+register("write_kv", _kernels.write_kv, _write_probe, kernels.why_not_write)
+register("rope", _kernels.rope, _write_probe, kernels.why_not_write)
 register(
     "rms_norm",
     _kernels.rms_norm,
     _probe("elementwise", "rms_norm", TYPE="BFloat16"),
-    kernels.can_keep_row,
+    kernels.why_not_keep_row,
 )
-register("gate_mul", _kernels.gate_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
+register("gate_mul", _kernels.gate_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.why_not_gate)
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
-register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))
-register("linear", functools.partial(linear.pack, _kernels), linear.probe, linear.can_pack)
+register(
+    "sample", _kernels.sample, _probe("sampling", "sample"), dtypes=(torch.float32,), leaves=("typical",)
+)
+register("linear", functools.partial(linear.pack, _kernels), linear.probe, linear.why_not_pack)

@@ -16,7 +16,7 @@ import torch
 
 from quire_kernels import registry
 from quire_kernels.flashinfer.wrappers import MODULE, Plan, Shape, plan_batch, try_out
-from quire_kernels.metadata import NO_SINKS, AttentionMetadata
+from quire_kernels.metadata import NO_SINKS, AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer
 
 logger = logging.getLogger("quire_kernels")
@@ -28,6 +28,8 @@ CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 """Head sizes for which FlashInfer compiles both of its kernels, prefill and decode."""
 _HALVES = (torch.bfloat16, torch.float16)
+_UNPLANNED = "unplanned"
+"""Fact of a call for whose batch FlashInfer has no plan."""
 
 
 @functools.cache
@@ -48,11 +50,11 @@ def why_unavailable() -> str | None:
 
 
 @functools.cache
-def works(
+def why_it_fails(
     head_dim: int, num_groups: int, block_size: int, dtype: torch.dtype, has_window: bool, has_softcap: bool
-) -> bool:
-    """Whether FlashInfer computes attention of this shape here. Compiles its kernels. Logs a warning if it
-    fails."""
+) -> str | None:
+    """Returns the error that FlashInfer has with attention of this shape here; None: it computes it. Compiles
+    its kernels. Logs a warning if it fails."""
     shape = Shape(
         num_heads=num_groups,
         num_kv_heads=1,
@@ -66,17 +68,13 @@ def works(
     try:
         try_out(shape, torch.device("cuda", torch.cuda.current_device()))
     except Exception as error:  # of a package, a compiler or a driver
-        logger.warning(
-            "no FlashInfer attention of %s, the next implementation is used: %s: %s",
-            shape,
-            type(error).__name__,
-            error,
-        )
-        return False
-    return True
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("no FlashInfer attention of %s, the next implementation is used: %s", shape, reason)
+        return reason
+    return None
 
 
-def _can_attend(
+def _why_not(
     *,
     head_dim: int,
     kv_dtype: torch.dtype,
@@ -86,14 +84,17 @@ def _can_attend(
     softcap: bool = False,
     sinks: bool = False,
     **_: Any,
-) -> bool | str:
-    """Whether FlashInfer supports this shape. It does not support a quantised cache: it has one scale for all
-    tokens, ours has one per token."""
+) -> str | None:
+    """Returns why FlashInfer does not support this shape. It does not support a quantised cache: it has one
+    scale for all tokens, ours has one per token."""
     if sinks:
         return NO_SINKS
-    if head_dim not in HEAD_DIMS or kv_dtype not in _HALVES:
-        return False
-    return why_unavailable() or works(head_dim, num_groups, block_size, kv_dtype, sliding_window, softcap)
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}"
+    if kv_dtype not in _HALVES:
+        return f"no cache of {kv_dtype}"
+    shape = (head_dim, num_groups, block_size, kv_dtype, sliding_window, softcap)
+    return why_unavailable() or why_it_fails(*shape)
 
 
 @registry.implementation(
@@ -102,7 +103,8 @@ def _can_attend(
     devices=("cuda",),
     dtypes=_HALVES,
     priority=PRIORITY,
-    predicate=_can_attend,
+    predicate=_why_not,
+    leaves=(_UNPLANNED,),
     is_recordable=False,
 )
 def paged_attention(
@@ -112,12 +114,18 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
-) -> torch.Tensor | None:
-    """Computes `ops.paged_attention`; returns None if FlashInfer fails to plan the batch."""
+) -> torch.Tensor:
+    """Computes `ops.paged_attention`, by the next implementation if FlashInfer fails to plan the batch."""
     assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
     shape = Shape.from_tensors(query, kv_layer, scale, sliding_window, softcap)
     plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))
-    return None if plan is None else plan.run(query, kv_layer)
+    if plan is not None:
+        return plan.run(query, kv_layer)
+    sizes = (shape.num_heads, shape.head_dim, shape.num_kv_heads, shape.block_size, shape.dtype)
+    facts = attention_facts(*sizes, sliding_window, softcap, meta.max_query_len) | {_UNPLANNED: True}
+    following = registry.select("paged_attention", query.device.type, query.dtype, wanted=NAME, **facts)
+    out: torch.Tensor = following(query, kv_layer, meta, scale, sliding_window, softcap)
+    return out
 
 
 _failures: set[str] = set()

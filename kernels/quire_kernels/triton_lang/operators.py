@@ -19,6 +19,7 @@ from quire_kernels.registry import implementation
 PRIORITY = 10
 """Priority above the PyTorch reference and below CUDA C++."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+UNAVAILABLE = "it needs the package triton and a GPU of compute capability 8.0"
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 
 
@@ -44,22 +45,22 @@ def register(
     name: str,
     *,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
-    predicate: Callable[..., bool | str] | None = None,
+    predicate: Callable[..., str | None],
 ) -> None:
     """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton".
 
     With the interpreter, it is also registered for CPU tensors, with the lowest priority.
     """
 
-    def can_do(**facts: Any) -> bool | str:
-        return is_available() and (predicate is None or predicate(**facts))
+    def why_not(**facts: Any) -> str | None:
+        return predicate(**facts) if is_available() else UNAVAILABLE
 
     def run(*args: Any) -> Any:
         return getattr(importlib.import_module(f"quire_kernels.triton_lang.{module}"), name)(*args)
 
     devices = ("cuda", "cpu") if is_interpreted() else ("cuda",)
     priority = -PRIORITY if is_interpreted() else PRIORITY
-    implementation(operator, "triton", devices=devices, dtypes=dtypes, priority=priority, predicate=can_do)(
+    implementation(operator, "triton", devices=devices, dtypes=dtypes, priority=priority, predicate=why_not)(
         run
     )
 
@@ -68,7 +69,7 @@ def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _can_attend(
+def _why_not_attend(
     *,
     head_dim: int,
     kv_dtype: torch.dtype,
@@ -76,24 +77,22 @@ def _can_attend(
     block_size: int = 16,
     sinks: bool = False,
     **_: Any,
-) -> bool | str:
-    """Whether the kernels support this shape: at most 256 dimensions and 64 query heads per KV head, with any
-    window and softcap."""
+) -> str | None:
+    """Returns why the kernels do not support this shape. They support any window and softcap."""
     if sinks:
         return NO_SINKS
-    return (
-        head_dim % 16 == 0
-        and head_dim <= 256
-        and kv_dtype in _KV_DTYPES
-        and block_size <= 128
-        and _is_power_of_two(block_size)
-        and num_groups <= 64
-    )
+    if head_dim % 16 != 0 or head_dim > 256:
+        return "head_dim must be a multiple of 16, at most 256"
+    if kv_dtype not in _KV_DTYPES:
+        return f"no cache of {kv_dtype}"
+    if not _is_power_of_two(block_size) or block_size > 128:
+        return "block_size must be a power of two, at most 128"
+    return None if num_groups <= 64 else "at most 64 query heads per KV head"
 
 
-def _can_add_lora(rank: int, **_: object) -> bool:
-    return rank <= 128
+def _why_not_add_lora(rank: int, **_: object) -> str | None:
+    return None if rank <= 128 else "rank must be at most 128"
 
 
-register("paged_attention", "attention", "paged_attention", predicate=_can_attend)
-register("add_lora", "lora", "add_lora", predicate=_can_add_lora)
+register("paged_attention", "attention", "paged_attention", predicate=_why_not_attend)
+register("add_lora", "lora", "add_lora", predicate=_why_not_add_lora)
