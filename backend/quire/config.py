@@ -159,8 +159,8 @@ class CacheConfig:
     `kv_cache_memory`, else a fraction of the memory."""
 
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = None
-    """Tokens per block; None: 16, or, if a state is larger than the keys and values of 16 tokens, the smallest
-    multiple of 64 with which a layer's keys and values in a block have at least the bytes of a state."""
+    """Tokens per block; None: 16. If a state is larger than the keys and values of 16 tokens in a layer, None
+    means the smallest multiple of 64 tokens with which they have at least its size."""
     num_blocks: _Tokens | None = None
     """Blocks in the pool."""
     kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None
