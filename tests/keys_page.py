@@ -137,8 +137,12 @@ WITHOUT_EFFECT = {
     *TRAINING,
     # what a call of transformers returns, and who wrote the file
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
-    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "_name_or_path",
-    "transformers_version", "pad_token_id", "eod_token_id",
+    "chunk_size_feed_forward", "label2id", "is_encoder_decoder", "_name_or_path", "transformers_version",
+    "eod_token_id",
+    # training of encoders, their heads for masked tokens, and tokens that the tokenizer adds
+    "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "embedding_dropout",
+    "mlp_dropout", "initializer_cutoff_factor", "decoder_bias", "sparse_prediction",
+    "sparse_pred_ignore_index", "deterministic_flash_attn", "cls_token_id", "sep_token_id",
     # split products with the same result, the sum of two other keys, layers that are not loaded, and the
     # experts of Gemma 4, which are refused by another key
     "pretraining_tp", "qk_head_dim", "num_nextn_predict_layers", "top_k_experts",

@@ -106,6 +106,10 @@ class ModelConfig:
     logits_processors: dict[str, str] = field(default_factory=dict)
     """Logits processors that requests may name: name to "file.py:Class", in the model's version directory, or
     "package.module:Class". No other code is imported."""
+    classifier_from_token: str = ""
+    """Two tokens, no and yes, of a reranker that answers with one of them, such as "no,yes" of
+    Qwen3-Reranker. The score of a prompt is the probability that yes follows, of the two. Empty: scores, if
+    any, are the checkpoint's."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of processes (ranks) that compute the model together, each a part of every layer. On GPUs each
     has a GPU, else a share of the cores. It must divide the numbers of query heads and of inner features. It

@@ -25,6 +25,7 @@ from quire.grammar import Vocabulary
 from quire.outputs import RequestOutput
 from quire.request.multimodal import PromptEmbeds
 from quire.request.sampling_params import (
+    PoolingParams,
     SamplingParams,
     check_limits,
     defaults_from_generation_config,
@@ -154,6 +155,42 @@ class LLM:
             first.others = others
             results.append(first)
         return results
+
+    def classify(
+        self,
+        prompts: str | Sequence[str] | Sequence[list[int]],
+        seconds: Sequence[str] | None = None,
+        *,
+        use_activation: bool = True,
+    ) -> npt.NDArray[np.float32]:
+        """Returns the scores of all prompts, computed together: [prompts, labels].
+
+        Args:
+            prompts: texts or lists of token ids.
+            seconds: second text of each pair, for rerankers; None: the prompts are no pairs.
+            use_activation: False: the logits, as rewards are wanted.
+
+        Raises:
+            InvalidArgumentError, UnavailableError, EngineError: as `generate`.
+        """
+        batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        starts, size = [0] * len(batch), max(1, self.core.info.pooling.num_scores)
+        if seconds is not None:
+            if self.tokenizer is None:
+                raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")
+            fields = "prompts", "seconds"
+            pairs = zip(batch, seconds, strict=True)
+            found = [self.tokenizer.encode_pair(*pair, fields=fields) for pair in pairs]
+            batch, starts = [ids for ids, _ in found], [at for _, at in found]
+        params = [
+            SamplingParams(
+                dimensions=size,
+                pooling=PoolingParams(task="classify", use_activation=use_activation, second_text=start),
+            )
+            for start in starts
+        ]
+        outputs = self.generate(batch, params)
+        return np.stack([np.frombuffer(output.embedding, np.float32) for output in outputs])
 
     def embed(
         self, prompts: str | Sequence[str] | Sequence[list[int]], dimensions: int = 0

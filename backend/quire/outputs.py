@@ -147,8 +147,8 @@ class RowOutput(msgspec.Struct):
     """Log-probabilities of the prompt token after each token that the row computed, without leading ones that
     are already known. None: not wanted, or none are new."""
     embedding: bytes = b""
-    """Embedding of the prompt, float32, little endian; empty: not wanted, or the row does not complete the
-    prompt."""
+    """Embedding or scores of the prompt, float32, little endian; empty: not wanted, or the row does not
+    complete the prompt."""
     num_drafts: int = 0
     """Number of drafts in the row, if the runner made them."""
 

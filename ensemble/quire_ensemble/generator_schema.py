@@ -73,6 +73,10 @@ IMAGE_INPUTS: tuple[TensorSpec, ...] = (
 """Images of a prompt given as `input_ids`, as the vision models of an ensemble make them. If all have no
 rows, the prompt has no image."""
 
+TEXT_PAIR = TensorSpec(
+    "text_pair", "TYPE_STRING", (-1,), doc="Second text of each pair to score; text_input: as many, or one."
+)
+
 CHAT_FORMAT = TensorSpec(
     "chat_format", "TYPE_STRING", doc="How to read an answer to messages: JSON of who tokenized them."
 )
@@ -99,6 +103,8 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("return_timing", "TYPE_BOOL", doc="Fill timing at the end."),
     TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
     TensorSpec("return_embedding", "TYPE_BOOL", doc="Fill embedding, and generate nothing."),
+    TensorSpec("return_scores", "TYPE_BOOL", doc="Fill scores and label, and generate nothing."),
+    TensorSpec("use_activation", "TYPE_BOOL", doc="False: scores are logits, as rewards are wanted."),
 )
 """Inputs on how the request is answered."""
 
@@ -180,6 +186,7 @@ SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
 
 INPUTS: tuple[TensorSpec, ...] = (
     *PROMPT_INPUTS,
+    TEXT_PAIR,
     *IMAGE_INPUTS,
     CHAT_FORMAT,
     *CONTROL_INPUTS,
@@ -206,6 +213,8 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("prompt_logprobs", "TYPE_STRING", doc="JSON, once per request; null for its first token."),
     TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
     TensorSpec("embedding", "TYPE_FP32", (-1,), doc="Of the prompt; who asks for it gets no tokens."),
+    TensorSpec("scores", "TYPE_FP32", (-1,), doc="Of the prompt, one for each label; as embedding."),
+    TensorSpec("label", "TYPE_STRING", doc="Label of the largest score."),
     TensorSpec("timing", "TYPE_STRING", doc="JSON: queue, prefill, decode, total, ... in milliseconds."),
 )
 

@@ -12,6 +12,7 @@ from quire_ensemble.generator_schema import (
     ONE_TEXT_INPUTS,
     OUTPUTS,
     PROMPT_INPUTS,
+    TEXT_PAIR,
     TensorSpec,
 )
 from quire_ensemble.vision_schema import (
@@ -31,6 +32,7 @@ TENSORS: Mapping[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
 """Inputs and outputs of the models before a generator, by their role in an ensemble."""
 
 _TAKEN_BEFORE = {
+    TEXT_PAIR.name,  # models before the generator read one text
     *(spec.name for spec in PROMPT_INPUTS),  # a client that has token ids needs no ensemble
     *(spec.name for spec in IMAGE_INPUTS),  # likewise embeddings; the vision models make them
     CHAT_FORMAT.name,  # likewise

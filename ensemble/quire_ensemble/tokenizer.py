@@ -231,6 +231,41 @@ class Tokenizer:
             raise InputError(field, "must not be empty")
         return self.encode(text, field=field, max_tokens=max_tokens)
 
+    def encode_pair(
+        self, first: str, second: str, *, fields: tuple[str, str], max_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """Token ids of two texts as one prompt, with the special tokens of pairs.
+
+        Args:
+            first: for rerankers the query.
+            second: for rerankers the document.
+            fields: inputs named in errors about either text.
+            max_tokens: see `encode`; of both texts together.
+
+        Returns:
+            The token ids, and the index of the first token of type 1; 0: the tokenizer gives all tokens
+            type 0.
+
+        Raises:
+            InputError: as `encode`.
+        """
+        for field, text in zip(fields, (first, second), strict=True):
+            _refuse_surrogates(field, text)
+            if max_tokens is not None and len(text) > max(_CHARACTERS_PER_TOKEN * max_tokens, _PIECE):
+                self._check_pieces(field, text, max_tokens)
+        try:
+            if self._fast is not None:
+                one = self._fast.encode_batch_fast([(first, second)])[0]
+                token_ids, types = one.ids, one.type_ids
+            else:
+                found = self.hf(first, second, return_token_type_ids=True, verbose=False)
+                token_ids, types = found["input_ids"], found["token_type_ids"]
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise InputError(fields[1], f"the tokenizer gives up on it: {one_line(error)}") from None
+        return list(token_ids), types.index(1) if 1 in types else 0
+
     def render(self, conversation: chat.Conversation, max_bytes: int = chat.MAX_BYTES) -> str:
         """Returns the prompt text that the checkpoint's chat template makes of messages.
 

@@ -528,7 +528,7 @@ LARGE = 10**8
 @pytest.mark.parametrize(
     ("name", "dtype", "words"),
     [
-        ("input_ids", np.int32, "max_model_len is 64"),
+        ("input_ids", np.int32, r"at most 64 \(max_model_len\)"),
         ("max_tokens", np.int32, "exactly one element"),
         ("stop_token_ids", np.int32, "at most 256 elements"),
         ("stop", np.object_, "at most 64 elements"),

@@ -32,7 +32,12 @@ from quire.engine.messages import AddRequest, EmbedsMessage, EngineInfo  # noqa:
 from quire.engine.shared_array import SharedArray  # noqa: E402
 from quire.frontend.output_processor import split_ranking  # noqa: E402
 from quire.request.logits_processors import NamedProcessor  # noqa: E402
-from quire.request.sampling_params import SamplingParams, StructuredOutput, Thinking  # noqa: E402
+from quire.request.sampling_params import (  # noqa: E402
+    PoolingParams,
+    SamplingParams,
+    StructuredOutput,
+    Thinking,
+)
 from quire.request.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import result_cache  # noqa: E402
 from quire.triton.metrics import RequestMetrics  # noqa: E402
@@ -353,7 +358,7 @@ def make_info(**values: Any) -> EngineInfo:
 
 
 OTHER_VALUES: dict[str, Any] = {
-    "dimensions": 8,
+    "dimensions": 8, "pooling": PoolingParams(use_activation=False),
     "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "min_p": 0.5,
     "typical_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0,
     "no_repeat_ngram_size": 3, "logit_bias": {1: 1.0}, "bad_words": ("a",), "bad_words_ids": ((1,),),

@@ -211,7 +211,7 @@ def test_ensembles_fit_their_members(ensemble: str, generator: str, checkpoint: 
     # Whatever shapes generation can be said through the ensemble too.
     passed = config.ensemble_scheduling.step[1].input_map
     images = {s.name for s in IMAGE_INPUTS}
-    own = {"text_input", "messages", "prompt_embeds", "cancel", "cache_control"}
+    own = {"text_input", "text_pair", "messages", "prompt_embeds", "cancel", "cache_control"}
     assert set(passed) == {s.name for s in INPUTS} - images - own
 
 

@@ -97,6 +97,7 @@ VALUES: dict[str, list[Any]] = {
     "attention_backend": ["reference"],
     "batch_policy": ["prefill_first", "decode_first", "static"],
     "block_size": [4, 16],
+    "classifier_from_token": ["a,e"],
     "default_deadline_ms": [10**8],
     "default_ttft_deadline_ms": [10**8],
     "device": ["cpu"],

@@ -212,7 +212,7 @@ def cases(table: dict[str, list[Any]]) -> list[Any]:
 def test_tables_cover_every_parameter() -> None:
     assert set(ACCEPTED) == set(REFUSED) == set(SAMPLING_FIELDS)
     fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
-    assert set(SAMPLING_FIELDS) == fields - {"bad_words_ids", "thinking"}, (
+    assert set(SAMPLING_FIELDS) == fields - {"bad_words_ids", "thinking", "pooling"}, (
         "what the frontend fills in is not a client's business"
     )
 

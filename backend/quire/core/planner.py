@@ -28,6 +28,7 @@ class Planner:
 
     Args:
         max_model_len: most tokens of prompt and output together.
+        computes_whole_prompts: whether a prompt must be computed in one step.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Planner:
         max_model_len: int,
         probation: Probation,
         drafts: DraftBudget,
+        *,
+        computes_whole_prompts: bool = False,
     ) -> None:
         self.num_recomputed_tokens = 0
         """Number of tokens since start that were computed again after a preemption."""
@@ -56,6 +59,7 @@ class Planner:
         self._max_row_tokens = config.max_row_tokens
         self._probation = probation
         self._drafts = drafts
+        self._computes_whole_prompts = computes_whole_prompts
         self._only: str | None = None
         """Id of the only request that may run; None: all may run."""
 
@@ -131,6 +135,8 @@ class Planner:
                 count = min(count, step.budget - num_behind)
                 if count <= 0:
                     continue
+            if self._computes_whole_prompts and count < request.num_missing:
+                continue  # the next step begins with it
             if count > 1:
                 count = self._kv.align_row(request, count)
             block_ids = self._allocate_or_preempt(request, count)
@@ -158,6 +164,9 @@ class Planner:
                     break
                 if not self._has_adapter(request):
                     continue  # costs next to nothing, and those behind it may run
+                if self._computes_whole_prompts and request.num_missing > step.budget:
+                    self.admission_blocked_by = "budget"
+                    break
                 prefix = self._transfers.find_prefix(request)
                 if prefix is None or self._is_one_too_many(request, prefix):
                     num_passed_over += 1

@@ -74,6 +74,7 @@ class Scheduler:
         block_bytes: bytes of a block, to compare swapping with recomputation.
         adapters: the runner's adapter slots; None: no request has an adapter.
         has_draft_model: whether the runner has a draft model.
+        computes_whole_prompts: whether a prompt must be computed in one step.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Scheduler:
         session_ttl_s: float = 300.0,
         adapters: AdapterSlots | None = None,
         has_draft_model: bool = False,
+        computes_whole_prompts: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -116,7 +118,13 @@ class Scheduler:
         self.num_draft_tokens = self.num_accepted_drafts = 0
         """Number of draft tokens that steps verified since start, and how many of them were right."""
         self._planner = Planner(
-            config, self.roster, self._reservation, self.max_model_len, self.probation, self._drafts
+            config,
+            self.roster,
+            self._reservation,
+            self.max_model_len,
+            self.probation,
+            self._drafts,
+            computes_whole_prompts=computes_whole_prompts,
         )
         self._has_accounts = bool(config.tenants) or config.queue_policy == "fair"
         self._num_steps = 0
@@ -167,10 +175,13 @@ class Scheduler:
         if "#" in request_id or request_id in roster.sequences:
             raise InvalidArgumentError("request_id", f"{request_id!r:.80} is in use, or holds a '#'")
         num_tokens = request.num_prompt_tokens + max(map(len, (outputs or {}).values()), default=0)
-        if num_tokens >= self.max_model_len:  # there is no room for one token of output
+        most = self.max_model_len - 1  # leaves room for one token of output
+        if request.sampling_params.dimensions:
+            most = min(self.max_model_len, self.kv.capacity)
+        if num_tokens > most:
             raise InvalidArgumentError(
                 "prompt",
-                f"{num_tokens} tokens, at most {self.max_model_len - 1} are allowed "
+                f"{num_tokens} tokens, at most {most} are allowed "
                 f"(max_model_len {self.max_model_len}, KV cache of {self.kv.capacity} tokens)",
             )
         check_choices(request.sampling_params, self.config.max_num_seqs)

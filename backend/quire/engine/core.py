@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,7 +46,6 @@ from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.engine.step_observer import StepObserver
 from quire.errors import (
     EngineError,
-    InvalidArgumentError,
     QuireError,
     UnavailableError,
     WorkerLostError,
@@ -55,11 +54,12 @@ from quire.errors import (
 from quire.kv_tiers import KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
 from quire.request.multimodal import PromptEmbeds
-from quire.request.sampling_params import SamplingParams
+from quire.request.sampling_params import PoolingParams, SamplingParams
 from quire.request.scheduling_params import SchedulingParams
 from quire.request.validation import (
-    as_embedding,
+    as_pooling,
     check_choices,
+    check_generates,
     check_logits_processors,
     check_prompt,
     check_prompt_logprobs,
@@ -110,7 +110,7 @@ class EngineCore:
             info.num_blocks,
             chosen,
             groups=info.kv_groups,
-            enable_prefix_caching=cache.enable_prefix_caching,
+            enable_prefix_caching=cache.enable_prefix_caching and not info.pooling.is_encoder,
             cache_ttl_s=cache.cache_ttl_s,
             max_pinned_fraction=cache.max_pinned_fraction,
             max_step_tokens=min(limits.max_row_tokens, info.max_model_len),
@@ -131,6 +131,7 @@ class EngineCore:
             session_ttl_s=cache.session_ttl_s,
             adapters=self.adapters.slots,
             has_draft_model=bool(config.model.draft_model),
+            computes_whole_prompts=info.pooling.is_encoder,
         )
         self.adapters.requests = self.scheduler.roster.requests
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -181,18 +182,19 @@ class EngineCore:
         """
         if self.is_asleep or (self._rest and not num_deaths):
             raise UnavailableError(self._rest)
+        is_pooled, pooling = sampling_params.dimensions > 0, self.info.pooling
         for output in [[]] if outputs is None else outputs.values():
             check_prompt(
                 prompt_token_ids + output,
                 vocab_size=self.info.vocab_size,
                 max_model_len=self.info.max_model_len,
+                is_pooled=is_pooled,
             )
         found = self.adapters.get(adapter, adapter_digest if num_deaths else "") if adapter else None
-        is_embedding, pooling = sampling_params.dimensions > 0, self.info.pooling
-        if is_embedding:
-            sampling_params = as_embedding(sampling_params, self.info.hidden_size)
-            if pooling.why_not:
-                raise InvalidArgumentError("embedding", f"is not supported: {pooling.why_not}")
+        if is_pooled:
+            sampling_params = as_pooling(sampling_params, pooling, self.info.hidden_size)
+        else:
+            check_generates(pooling)
         check_token_parameters(sampling_params, self.info.vocab_size)
         check_prompt_logprobs(sampling_params, len(prompt_token_ids))
         check_logits_processors(sampling_params, self.config.model.logits_processors)
@@ -209,7 +211,7 @@ class EngineCore:
             scheduling=scheduling,
             external_id=external_id,
             embeds=embeds,
-            reuses_prefix=not (is_embedding and pooling.is_mean),
+            reuses_prefix=not (is_pooled and pooling.mode != "last"),
             adapter=found,
         )
         request.num_deaths = num_deaths
@@ -460,10 +462,11 @@ class EngineCore:
         self.executor.warm_up()
         num_tokens = max(1, min(self.kv.block_size, self.info.max_model_len) - 3)
         for temperature in (0.0, 1.0):
+            params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature, top_k=2)
             self.add_request(
                 "warm-up",
                 [0] * num_tokens,
-                SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature, top_k=2),
+                self.internal_params(params),
                 external_id="warm-up",
                 scheduling=SchedulingParams(is_internal=True),
             )
@@ -471,6 +474,16 @@ class EngineCore:
                 for output in self.step():
                     if output.error is not None:
                         raise EngineError(f"the first step of the model failed: {output.error}")
+
+    def internal_params(self, params: SamplingParams) -> SamplingParams:
+        """Returns the parameters for a request of the engine's own: those given, or those of a pooled prompt
+        if the model generates no tokens."""
+        pooling = self.info.pooling
+        if pooling.generates:
+            return params
+        task: Literal["embed", "classify"] = "classify" if pooling.num_scores else "embed"
+        size = pooling.num_scores or self.info.hidden_size
+        return SamplingParams(dimensions=size, pooling=PoolingParams(task=task))
 
     def stats(self) -> SchedulerStats:
         self._expire()

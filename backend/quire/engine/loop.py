@@ -359,7 +359,7 @@ class EngineLoop:
     def _probe(self) -> None:
         """Makes an idle engine compute a token that no client gets, so that repeated health checks see steps
         done."""
-        params = SamplingParams(max_tokens=1, temperature=0.0)
+        params = self.core.internal_params(SamplingParams(max_tokens=1, temperature=0.0))
         self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(is_internal=True))
 
     def _trace_abort(self, request_ids: list[str], learned_at: float) -> None:
@@ -481,6 +481,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         deepstack_levels=info.deepstack_levels,
         takes_position_ids=info.takes_position_ids,
         accepts_image_embeds=info.accepts_image_embeds,
+        pooling=info.pooling,
         num_blocks=info.num_blocks,
         block_size=core.kv.block_size,
         kv_cache_bytes=info.kv_cache_bytes,
@@ -494,11 +495,12 @@ def _engine_info(core: EngineCore) -> EngineInfo:
 
 
 def _result_fingerprint(core: EngineCore) -> str:
-    """Returns the fingerprint for the result cache: `EngineCore.fingerprint`, max_model_len and the token ids
-    that end a sequence. Empty: no result is cached."""
+    """Returns the fingerprint for the result cache: `EngineCore.fingerprint`, max_model_len, the token ids
+    that end a sequence, and how prompts are pooled. Empty: no result is cached."""
     if not core.info.kv_identity:
         return ""  # nobody needs it, or nothing is computed
-    return f"{core.fingerprint} {core.info.max_model_len} {sorted(core.info.eos_token_ids)}"
+    info = core.info
+    return f"{core.fingerprint} {info.max_model_len} {sorted(info.eos_token_ids)} {info.pooling}"
 
 
 @click.command()

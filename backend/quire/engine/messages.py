@@ -14,6 +14,7 @@ from quire.adapters import AdapterStatus
 from quire.engine.cache_commands import CacheCommand
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
+from quire.layers.pooling import Pooling
 from quire.outputs import EngineCoreOutput, SchedulerStats
 from quire.request.sampling_params import SamplingParams
 from quire.request.scheduling_params import SchedulingParams, Seconds
@@ -125,6 +126,9 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     again."""
     accepts_image_embeds: bool = True
     """Whether requests may give `image_embeds`."""
+
+    pooling: Pooling = Pooling()
+    """How prompts are pooled, and what to."""
 
     @property
     def embeds_size(self) -> int:

@@ -20,7 +20,7 @@ HARMLESS_KEYS = frozenset({
     "device", "dtype", "load_format", "max_model_len", "model",
     "packed_weights_size",
     # Text, randomness after the logits, and by how many threads the same sums are done.
-    "logits_processors", "num_threads", "seed", "tokenizer",
+    "classifier_from_token", "logits_processors", "num_threads", "seed", "tokenizer",
     # Where blocks lie and for how long.
     "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
     "enable_prefix_caching", "gpu_memory_utilization", "host_cache_memory",

@@ -12,6 +12,7 @@ import torch
 from quire.converters import INT32_MAX
 from quire.errors import ConfigError
 from quire.layers.hf_config import MAX_HEADS, MAX_SIZE, HFConfig
+from quire.layers.pooling import Classifier
 from quire.layers.rotary import RopeConfig
 from quire.layers.scheme import SCHEMES, LinearScheme
 from quire_kernels.ranks import ALONE, Ranks
@@ -314,6 +315,8 @@ class DecoderConfig:
     qk_norm_whole: bool = False
     """Whether one norm covers all query heads together, and another all key heads."""
     qk_norm_behind_rope: bool = False
+    classifier: Classifier | None = None
+    """Labels of the classifier on top of the layers; None: there is none."""
     scheme: LinearScheme = SCHEMES[None]
     """Scheme of the linear layers."""
     attention_backend: str | None = None

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.layers.hf_config import MAX_SIZE, HFConfig, read_json
 from quire_common.checkpoint_files import check_directory
 from quire_common.errors import in_line, one_line
@@ -104,6 +104,31 @@ def _default_eos(model_type: Any) -> Any:
 
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     return CONFIG_MAPPING[model_type]().to_dict().get("eos_token_id") if known else None
+
+
+def named_tokens(tokenizer: str, names: str) -> list[tuple[str, int]]:
+    """Returns name and id of the two tokens that `classifier_from_token` names.
+
+    Args:
+        tokenizer: directory of the tokenizer.
+        names: the names, separated by a comma.
+
+    Raises:
+        ConfigError: the names are not two tokens of the tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    from quire_ensemble.tokenizer import tokenizer_json
+
+    key, split = "classifier_from_token", [name.strip() for name in names.split(",")]
+    try:
+        read = Tokenizer.from_str(tokenizer_json(Path(tokenizer)))
+    except Exception as error:  # of Rust, which has one class
+        raise ConfigError(f"{key}: the tokenizer cannot be read: {one_line(error)}") from None
+    found = [(name, at) for name in split if (at := read.token_to_id(name)) is not None]
+    if not len(split) == len(found) == 2:
+        raise ConfigError(f"{key}={names!r:.80}: must name two tokens of the tokenizer, separated by a comma")
+    return found
 
 
 _CHECKPOINT_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt", ".model", ".jinja"))

@@ -21,6 +21,7 @@ from quire.layers.config import DTYPES, DecoderConfig
 from quire.layers.embedding import Embedding
 from quire.layers.hf_config import MAX_SIZE, HFConfig
 from quire.layers.linear import Linear, Weight
+from quire.layers.pooling import read_classifier
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
 from quire.loader.info import checkpoint_state, end_token_ids, read_configs
@@ -163,6 +164,7 @@ def empty_model(
     hf, generation = read_configs(config.model)
     if hf.unused:
         logger.warning("%s: %s: not known, and not used", hf.path, in_line(", ".join(hf.unused)))
+    classifier = read_classifier(hf)
     hf = with_head(hf)
     kind = model_class(hf, config.model_impl, config.model_class)
     backend = None if config.attention_backend == "auto" else config.attention_backend
@@ -180,7 +182,7 @@ def empty_model(
             rules, hf.path, SCHEMES[config.quantization], keeps_codes=config.quantization is None
         )
         files = files and scheme.prepared(files)
-    parsed = replace(parsed, scheme=scheme, attention_backend=backend)
+    parsed = replace(parsed, scheme=scheme, attention_backend=backend, classifier=classifier)
     experts = parsed.experts
     num_experts = 0 if experts is None else len(experts.layers) * experts.num_experts
     needed = parsed.num_weights + _WEIGHTS_PER_EXPERT * num_experts

@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.attention import Attention
+from quire.layers.classifier import ClassifierHead
 from quire.layers.config import DecoderConfig
 from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
@@ -212,6 +213,9 @@ class DecoderModel(nn.Module, Model):
                 self.lm_head = Embedding(
                     vocab_size, size, dtype=dtype, is_looked_up=False, is_head=True, ranks=config.ranks
                 )
+            self.score: ClassifierHead | None = None
+            if config.classifier is not None:
+                self.score = ClassifierHead(size, len(config.classifier.labels), bias=False)
             self.make_parts(config)
             for name, module in self._named_modules():
                 if isinstance(module, Linear | Embedding):
@@ -450,6 +454,11 @@ class DecoderModel(nn.Module, Model):
         cap = config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def class_logits(self, pooled: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        assert self.score is not None, "the checkpoint is no classifier"
+        return self.score(pooled)
+
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Model."""
         if not self.config.keeps_logits_order:
@@ -471,7 +480,7 @@ class DecoderModel(nn.Module, Model):
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields each module with the prefix of its tensors' names."""
         for path, module in self.named_modules():
-            yield path if path == "lm_head" else f"model.{path}", module
+            yield path if path in ("lm_head", "score") else f"model.{path}", module
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """See Model."""

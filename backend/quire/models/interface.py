@@ -16,6 +16,7 @@ from quire.layers.context import AdapterStep
 from quire.layers.embedding import Embedding
 from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Linear, Weight
+from quire.layers.pooling import PoolingMode
 from quire.models.kv_groups import KVGroup
 from quire.models.kv_spec import KVLayers, KVSpec
 from quire.roofline import ModelWork
@@ -43,6 +44,9 @@ class ForwardInputs:
     values. A value row holds the embedding, then what each deepstack level adds."""
     adapters: AdapterStep | None = None
     """Adapters of the batch's tokens; None: no token has an adapter."""
+    token_types: torch.Tensor | None = None
+    """int64 [num_tokens]: 1 for tokens of the second text of a pair, else 0; None: all are 0. Decoders ignore
+    it."""
 
 
 class Model(Protocol):
@@ -113,6 +117,11 @@ class Model(Protocol):
         """Returns `ops.argmax` of `compute_logits(hidden)`, int64 [n]; -1 for a row without a best token."""
         return ops.argmax(self.compute_logits(hidden))
 
+    def class_logits(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Returns the classifier's float32 logits [num_labels] of a pooled hidden state [hidden_size]. Needs
+        `config.classifier`."""
+        raise NotImplementedError
+
     def next_tokens(self, inputs: ForwardInputs) -> torch.Tensor:
         """Returns `best_tokens` of the result of `forward`. A model may do both in one call."""
         return self.best_tokens(self.forward(inputs))
@@ -122,6 +131,17 @@ class Model(Protocol):
         """Whether one call computes all layers. Then CUDA graphs have no pieces to record, and no operator
         checks torch's gradient mode."""
         return False
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens see those behind them. The engine then computes each prompt in one step, and
+        generates no tokens."""
+        return False
+
+    @property
+    def pooling_mode(self) -> PoolingMode:
+        """How prompts are pooled for scores, and for embeddings if the checkpoint does not say."""
+        return "last"
 
     @property
     def is_recordable(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.errors import ConfigError, describe
 from quire.layers.hf_config import HFConfig
+from quire.layers.pooling import CLASSIFIER
 from quire.models.interface import Model
 from quire.named_code import load_class
 
@@ -70,15 +71,25 @@ ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "BertModel": "bert",
+    "BertForSequenceClassification": "bert",
+    "RobertaModel": "bert",
+    "RobertaForSequenceClassification": "bert",
+    "XLMRobertaModel": "bert",
+    "XLMRobertaForSequenceClassification": "bert",
+    "ModernBertModel": "modernbert",
+    "ModernBertForSequenceClassification": "modernbert",
 }
 """Module of `quire.models` for each architecture. A new family needs one line here and one file."""
 
 
 def with_head(hf: HFConfig) -> HFConfig:
-    """Returns the config as that of the whole model, if it was saved without its head (`Qwen3Model`), as
-    embedding models often are. Its embeddings then count as tied to the head."""
-    name = f"{hf.architecture.removesuffix('Model')}ForCausalLM"
-    if not hf.architecture.endswith("Model") or name not in ARCHITECTURES:
+    """Returns the config as that of the whole model, if it has no language model's head: `Qwen3Model`, as
+    embedding models often are, or a decoder's `Qwen3ForSequenceClassification`. Its embeddings then count as
+    tied to the head."""
+    stem, found, _ = hf.architecture.rpartition(CLASSIFIER)
+    name = f"{stem if found else hf.architecture.removesuffix('Model')}ForCausalLM"
+    if not hf.architecture.endswith(("Model", CLASSIFIER)) or name not in ARCHITECTURES:
         return hf
     return hf.replace(architectures=[name], tie_word_embeddings=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -54,6 +54,18 @@ class Thinking(msgspec.Struct, frozen=True):
     end_ids: _SomeIds
     forced_ids: _SomeIds
     """Token ids that are forced once the reasoning budget is used up; they begin with `end_ids`."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Result that a prompt is pooled to, for a request that wants no tokens (`SamplingParams.dimensions`)."""
+
+    task: Literal["embed", "classify"] = "embed"
+    """embed: an embedding; classify: the scores of a classifier, reranker or reward model."""
+    use_activation: bool = True
+    """Whether scores are the checkpoint's activation (softmax, sigmoid) of the logits; False: the logits."""
+    second_text: _Count = 0
+    """Index of the first token of a pair's second text, whose tokens have token type 1; 0: all tokens have
+    type 0."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,7 +127,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
     dimensions: _Count = 0
-    """Length of the prompt's embedding, which is returned instead of tokens; 0: tokens are generated."""
+    """Length of the prompt's embedding, or number of its scores, which is returned instead of tokens; 0:
+    tokens are generated."""
+    pooling: PoolingParams = PoolingParams()
+    """Result that the prompt is pooled to. The frontend sets it; it has no effect if `dimensions` is 0."""
     logits_processors: Annotated[tuple[NamedProcessor, ...], Meta(max_length=MAX_PROCESSORS)] = ()
     """Logits processors for the request, in the order in which they are called. The engine's configuration
     must list them."""
@@ -245,7 +260,7 @@ _SPECIAL: dict[str, Callable[[str, Any], Any]] = {
 _CONVERTERS = {
     name: _SPECIAL.get(name) or converter(kind)
     for name, kind in get_type_hints(SamplingParams, include_extras=True).items()
-    if name not in ("bad_words_ids", "thinking")
+    if name not in ("bad_words_ids", "thinking", "pooling")
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)

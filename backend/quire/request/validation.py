@@ -6,24 +6,33 @@ import itertools
 from collections.abc import Container
 
 from quire.errors import InvalidArgumentError
+from quire.layers.pooling import Pooling
 from quire.request.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
-def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidArgumentError for a prompt that is empty, leaves no token to generate, or has a token id
-    outside the vocabulary."""
+def check_prompt(
+    prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int, is_pooled: bool = False
+) -> None:
+    """Raises InvalidArgumentError for a prompt that is empty, too long, or has a token id outside the
+    vocabulary. It must leave a token to generate, unless it is pooled."""
     if not prompt_token_ids:
         raise InvalidArgumentError("prompt", "must hold at least one token")
-    check_prompt_length(len(prompt_token_ids), max_model_len)
+    check_prompt_length(len(prompt_token_ids), max_model_len, is_pooled=is_pooled)
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InvalidArgumentError("input_ids", f"token id {bad} is outside the vocabulary of {vocab_size}")
 
 
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raises InvalidArgumentError for a prompt so long that no token is left to generate."""
-    if num_tokens >= max_model_len:
+def check_prompt_length(num_tokens: int, max_model_len: int, *, is_pooled: bool = False) -> None:
+    """Raises InvalidArgumentError for a prompt that is too long, or so long that no token is left to generate
+    if it is not pooled."""
+    if is_pooled:
+        if num_tokens > max_model_len:
+            raise InvalidArgumentError(
+                "prompt", f"{num_tokens} tokens, at most {max_model_len} (max_model_len) are allowed"
+            )
+    elif num_tokens >= max_model_len:
         raise InvalidArgumentError(
             "prompt", f"{num_tokens} tokens leave no room to generate: max_model_len is {max_model_len}"
         )
@@ -58,18 +67,30 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
         )
 
 
-def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
-    """Returns the sampling parameters of an embedding request. All but `dimensions` is dropped, because no
-    token is sampled.
+def as_pooling(params: SamplingParams, pooling: Pooling, hidden_size: int) -> SamplingParams:
+    """Returns the sampling parameters of a request for an embedding or scores. All but `dimensions` and
+    `pooling` is dropped, because no token is sampled.
 
     Args:
-        params: the client's parameters; without `dimensions` the embedding has the model's full size.
+        params: the client's parameters; without `dimensions` the result has the model's full size.
+        pooling: what the model can do.
 
     Raises:
-        InvalidArgumentError: the model has fewer dimensions, or the client wants several choices, beams,
-            log-probabilities or a structured output as well.
+        InvalidArgumentError: the model gives no such result, or fewer dimensions, or the client wants several
+            choices, beams, log-probabilities or a structured output as well.
     """
-    if params.dimensions > hidden_size:
+    size = params.dimensions or hidden_size
+    if params.pooling.task == "classify":
+        if not pooling.num_scores:
+            raise InvalidArgumentError(
+                "scores", "are not supported: the checkpoint is no classifier, reranker or reward model"
+            )
+        size = pooling.num_scores
+        if params.dimensions not in (0, size):
+            raise InvalidArgumentError("dimensions", "is of an embedding, and scores are asked for")
+    elif pooling.why_not:
+        raise InvalidArgumentError("embedding", f"is not supported: {pooling.why_not}")
+    if size > hidden_size and params.pooling.task == "embed":
         raise InvalidArgumentError(
             "dimensions", f"at most {hidden_size} (the model's hidden size), got {params.dimensions}"
         )
@@ -83,8 +104,15 @@ def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
     }
     for field, is_stated in of_tokens.items():
         if is_stated:
-            raise InvalidArgumentError(field, "must not be given where an embedding is wanted")
-    return SamplingParams(dimensions=params.dimensions or hidden_size, max_tokens=1)
+            raise InvalidArgumentError(field, "must not be given where an embedding or scores are wanted")
+    return SamplingParams(dimensions=size, pooling=params.pooling, max_tokens=1)
+
+
+def check_generates(pooling: Pooling) -> None:
+    """Raises InvalidArgumentError if the model generates no tokens."""
+    if not pooling.generates:
+        asked = "return_scores" if pooling.num_scores else "return_embedding"
+        raise InvalidArgumentError(asked, "must be true: this checkpoint generates no tokens")
 
 
 def check_logits_processors(params: SamplingParams, listed: Container[str]) -> None:

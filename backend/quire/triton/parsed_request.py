@@ -62,6 +62,8 @@ class ParsedRequest:
     """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
     skips_empty: bool = False
     """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
+    labels: tuple[str, ...] = ()
+    """Label of each score, if scores are wanted."""
     others: list[ParsedRequest] = field(default_factory=list)
     """The second and further prompts of a request with several, each as a request of its own."""
     echo: str = ""

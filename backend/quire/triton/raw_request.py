@@ -22,12 +22,18 @@ from quire.request.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_S
 from quire.request.scheduling_params import MAX_NAME_LENGTH
 from quire.request.validation import check_prompt_length
 from quire_common import client_json
-from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, PROMPT_INPUTS, TENSORRT_LLM_INPUTS
+from quire_ensemble.generator_schema import (
+    INPUTS,
+    MAX_PROMPTS,
+    PROMPT_INPUTS,
+    TENSORRT_LLM_INPUTS,
+    TEXT_PAIR,
+)
 
 SPECS = {spec.name: spec for spec in (*TENSORRT_LLM_INPUTS, *INPUTS)}
 """Inputs by name, those of TensorRT-LLM among them."""
 NAME = converters.name(MAX_NAME_LENGTH)
-_PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
+_PROMPT_NAMES = tuple(spec.name for spec in (*PROMPT_INPUTS, TEXT_PAIR))
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 MAX_WORD_TOKENS = 4096
@@ -36,6 +42,7 @@ MAX_BIASED_WORDS = 1024
 
 _MOST_ENTRIES = {
     "text_input": MAX_PROMPTS,
+    "text_pair": MAX_PROMPTS,
     "stop": MAX_STOP_STRINGS,
     "stop_words": MAX_STOP_STRINGS,
     "sampling_param_stop": MAX_STOP_STRINGS,
@@ -139,7 +146,7 @@ class RequestReader:
             if array.size != rows:
                 raise InvalidArgumentError(name, f"must hold exactly one element, got shape {array.shape}")
         elif name == "input_ids":
-            check_prompt_length(array.size // rows, info.max_model_len)
+            check_prompt_length(array.size // rows, info.max_model_len, is_pooled=True)
         else:
             most = _MOST_ENTRIES.get(name)
             if name == "embedding_bias":
@@ -148,7 +155,7 @@ class RequestReader:
                 most = info.max_model_len * _PER_TOKEN.get(name, info.embeds_size)
             if array.size > most * rows:
                 raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
-            if name == "text_input" and not array.size:
+            if name in ("text_input", "text_pair") and not array.size:
                 raise InvalidArgumentError(name, "must hold at least one text")
 
     def _check_text(self, name: str, values: list[bytes]) -> int:

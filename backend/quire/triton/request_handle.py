@@ -349,6 +349,12 @@ def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) 
     return msgspec.json.encode(entries)
 
 
+def _label(output: RequestOutput, labels: tuple[str, ...]) -> bytes:
+    """Label of the largest score; empty: there are no scores."""
+    scores = np.frombuffer(output.embedding, np.float32)
+    return labels[int(scores.argmax())].encode() if scores.size == len(labels) > 0 else b""
+
+
 _Array: TypeAlias = Callable[[RequestOutput, RequestHandle], Any]
 """Makes the array of an output tensor from a choice's output and its request."""
 
@@ -356,6 +362,8 @@ _QUIRE_ARRAYS: dict[str, _Array] = {
     "text_output": lambda output, handle: _bytes((handle.echo_of(output) + output.text).encode()),
     "output_ids": lambda output, _: np.array(output.token_ids, dtype=np.int32),
     "embedding": lambda output, _: np.frombuffer(output.embedding, np.float32),
+    "scores": lambda output, _: np.frombuffer(output.embedding, np.float32),
+    "label": lambda output, handle: _bytes(_label(output, handle.request_of(output).labels)),
     "stop_reason": lambda output, _: _bytes(
         b"" if output.stop_reason is None else str(output.stop_reason).encode()
     ),
@@ -391,6 +399,7 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
         "sequence_index": lambda output, _: np.array([[output.index]], dtype=np.int32),
         "sequence_length": lambda output, _: np.array([[len(output.token_ids)]], dtype=np.int32),
         "embedding": lambda output, _: np.frombuffer(output.embedding, np.float32)[None],
+        "scores": lambda output, _: np.frombuffer(output.embedding, np.float32)[None],
         "cum_log_probs": lambda output, _: np.array([[output.cumulative_logprob or 0.0]], np.float32),
         "output_log_probs": lambda output, _: np.array(
             [[[entry.logprobs[0] for entry in output.logprobs or ()]]], dtype=np.float32

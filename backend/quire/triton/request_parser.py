@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
@@ -30,12 +30,14 @@ from quire.frontend.output_processor import split_ranking
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.request.multimodal import check_spans, content_hashes
 from quire.request.sampling_params import (
+    PoolingParams,
     SamplingParams,
     parse_sampling_params,
 )
 from quire.request.structured_output import StructuredOutput
 from quire.request.validation import (
-    as_embedding,
+    as_pooling,
+    check_generates,
     check_prompt,
     check_prompt_length,
     check_prompt_logprobs,
@@ -59,6 +61,7 @@ from quire.triton.scheduling_fields import (
     SCHEDULING_FIELDS,
     parse_scheduling_params,
 )
+from quire_common.client_json import decode_utf8
 from quire_common.errors import InputError, in_line, shown
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format
@@ -68,6 +71,7 @@ from quire_ensemble.generator_schema import (
     PROMPT_INPUTS,
     SAMPLING_INPUTS,
     SCHEDULING_INPUTS,
+    TEXT_PAIR,
     outputs_of,
 )
 
@@ -250,7 +254,7 @@ class RequestParser:
         if translation.bad_words_ids:
             ids = params.bad_words_ids + translation.bad_words_ids
             params = msgspec.structs.replace(params, bad_words_ids=ids)
-        num_prompts = max(1, len(raw.tensors.get("text_input", ())))
+        num_prompts = max(1, *(len(raw.tensors.get(name, ())) for name in ("text_input", TEXT_PAIR.name)))
         unknown = sorted(raw.requested_outputs - self._known_outputs)
         if unknown and raw.requested_outputs != self._all_outputs:
             raise InvalidArgumentError("outputs", f"{shown(unknown[0])} is no output of a generator")
@@ -264,11 +268,8 @@ class RequestParser:
             params = parse_sampling_params({"prompt_logprobs": 0}, defaults=params)
         if params.prompt_logprobs is not None and "prompt_logprobs" not in raw.requested_outputs:
             params = msgspec.structs.replace(params, prompt_logprobs=None)  # they cost blocks and time
-        is_embedding = "embedding" in final_outputs
-        if is_embedding:
-            params = as_embedding(params, self.info().hidden_size)
-        elif params.dimensions:
-            raise InvalidArgumentError("dimensions", "is of an embedding, and none is asked for")
+        params = self._pooled(params, final_outputs, control)
+        is_pooled = params.dimensions > 0
         if stream and params.is_ranked:
             raise InvalidArgumentError(
                 "stream", "must be false with best_of above n or beam_width: choices are ranked at the end"
@@ -294,8 +295,8 @@ class RequestParser:
         interval, interval_ms = self._intervals(control)
         info = self.info()
         adapter = self._adapter(control.get("lora_name", ""), info)
-        prompts, chat = self._prompts(raw, info)
-        if is_embedding:
+        prompts, chat = self._prompts(raw, info, params)
+        if is_pooled:
             chat = None  # there is no answer to be read
         if "prompt_embeds" in raw.tensors:
             if params.prompt_logprobs is not None:
@@ -305,8 +306,8 @@ class RequestParser:
                     "exclude_input_in_output", "must be true: a prompt given as prompt_embeds has no text"
                 )
             echo_wanted = False
-        for token_ids, _ in prompts:
-            check_prompt_logprobs(params, len(token_ids))
+        for prompt in prompts:
+            check_prompt_logprobs(params, len(prompt.token_ids))
         params, new_answer = prepare_answer(self.chat_parsing, params, chat, self._check_grammar)
         check_token_parameters(params, info.vocab_size)
         skips_empty = raw.requested_outputs == self._all_outputs
@@ -314,12 +315,13 @@ class RequestParser:
             beside = CHAT_OUTPUTS & self._all_outputs
             outputs, final_outputs = outputs | beside, final_outputs | beside
         params, num_best = split_ranking(params)
-        embeds = _embeds(raw, len(prompts[0][0]), info)
+        embeds = _embeds(raw, len(prompts[0].token_ids), info)
+        classifier = info.pooling.classifier
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (
             ParsedRequest(
-                token_ids,
-                params,
+                prompt.token_ids,
+                _with_second_text(params, prompt.second_text),
                 raw.external_id,
                 outputs,
                 final_outputs,
@@ -329,8 +331,9 @@ class RequestParser:
                 cumulative=stream and control.get("output_mode") == "cumulative",
                 scheduling=scheduling,
                 arrived_at=raw.arrived_at,
-                echo=self._echo(token_ids, text, params) if echo_wanted else "",
-                is_prompt_alone=is_prompt_alone and not is_embedding,
+                echo=self._echo(prompt.token_ids, prompt.text, params) if echo_wanted else "",
+                is_prompt_alone=is_prompt_alone and not is_pooled,
+                labels=classifier.labels if is_pooled and classifier is not None else (),
                 embeds=embeds,
                 buffer=raw.embeds,
                 stops=stops,
@@ -343,12 +346,33 @@ class RequestParser:
                 form=self._form,
                 hides_logprobs=hides_logprobs,
             )
-            for token_ids, text in prompts
+            for prompt in prompts
         )
         first.others = others
         if first.is_prompt_alone and params.prompt_logprobs is None:
             first.results = nothing_said([params.n] * len(prompts))
         return first
+
+    def _pooled(
+        self, params: SamplingParams, outputs: frozenset[str], control: Mapping[str, Any]
+    ) -> SamplingParams:
+        """Returns the parameters of a request that wants an embedding or scores; others are returned as they
+        are."""
+        info, scores = self.info(), outputs & {"scores", "label"}
+        if not scores and "use_activation" in control:
+            raise InvalidArgumentError("use_activation", "is of scores, and none are asked for")
+        if "embedding" in outputs and scores:
+            raise InvalidArgumentError("return_scores", "must not be true beside return_embedding")
+        if "embedding" in outputs:
+            return as_pooling(params, info.pooling, info.hidden_size)
+        if params.dimensions:
+            raise InvalidArgumentError("dimensions", "is of an embedding, and none is asked for")
+        if not scores:
+            check_generates(info.pooling)
+            return params
+        pooling = PoolingParams(task="classify", use_activation=control.get("use_activation", True))
+        params = msgspec.structs.replace(params, pooling=pooling)
+        return as_pooling(params, info.pooling, info.hidden_size)
 
     def _echo(self, token_ids: list[int], text: str, params: SamplingParams) -> str:
         """The prompt's text. A prompt without a text is decoded; without a tokenizer the result is empty."""
@@ -404,11 +428,11 @@ class RequestParser:
         self.grammars.check(structured)
 
     def _prompts(
-        self, raw: RawRequest, info: EngineInfo
-    ) -> tuple[list[tuple[list[int], str]], ChatFormat | None]:
-        """Returns token ids and text of each prompt, and the format of the answer to chat messages.
+        self, raw: RawRequest, info: EngineInfo, params: SamplingParams
+    ) -> tuple[list[_Prompt], ChatFormat | None]:
+        """Returns the prompts, and the format of the answer to chat messages.
 
-        A prompt that was not given as a text has an empty one. The format is None without chat messages.
+        The format is None without chat messages.
 
         Raises:
             InvalidArgumentError: there is no prompt, several kinds of prompts, or one that is invalid.
@@ -421,54 +445,122 @@ class RequestParser:
             )
         name = given[0]
         values = raw.tensors[name]
-        chat = _chat_format(raw)
+        chat, limits = _chat_format(raw), _PromptLimits.of_request(info, params)
+        pairs = raw.tensors.get(TEXT_PAIR.name)
+        if pairs is not None and (name != "text_input" or params.pooling.task != "classify"):
+            raise InvalidArgumentError(TEXT_PAIR.name, "needs text_input and return_scores")
         if name == "input_ids":
             if not values:
                 raise InvalidArgumentError(name, "must hold at least one token")
-            check_prompt(values, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-            return [(values, "")], chat
+            limits.check(values)
+            return [_Prompt(values)], chat
         if name == "prompt_embeds":
             num_rows = 0 if raw.embeds is None else raw.embeds.shape[0]
             if not num_rows:
                 raise InvalidArgumentError(name, "must hold at least one row")
-            check_prompt_length(num_rows, info.max_model_len)
-            return [([0] * num_rows, "")], chat  # placeholders: no token is known
+            check_prompt_length(num_rows, info.max_model_len, is_pooled=limits.is_pooled)
+            return [_Prompt([0] * num_rows)], chat  # placeholders: no token is known
         if self.tokenizer is None:
             raise InvalidArgumentError(name, "this checkpoint has no tokenizer: send input_ids")
         if name == "messages":
             if chat is not None:
                 raise InvalidArgumentError(CHAT_FORMAT, "must not be given beside messages, which say it")
-            token_ids, chat = self._encode_messages(values[0], info)
-            return [(token_ids, "")], chat
+            token_ids, chat = self._encode_messages(values[0], limits)
+            return [_Prompt(token_ids)], chat
+        if pairs is not None:
+            return self._encode_pairs(values, pairs, limits), chat
         if len(values) == 1:
-            return [self._encode(name, values[0], info)], chat
+            return [self._encode(name, values[0], limits)], chat
         prompts = []
         for item, value in enumerate(values):
             try:
-                prompts.append(self._encode(name, value, info))
+                prompts.append(self._encode(name, value, limits))
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"{name}[{item}]", error.reason) from None
         return prompts, chat
 
-    def _encode_messages(self, value: bytes, info: EngineInfo) -> tuple[list[int], ChatFormat]:
+    def _encode_messages(self, value: bytes, limits: _PromptLimits) -> tuple[list[int], ChatFormat]:
         assert self.tokenizer is not None
         try:
             token_ids, chat = self.tokenizer.encode_chat(
-                value, max_bytes=self.config.max_prompt_bytes, max_tokens=info.max_model_len - 1
+                value, max_bytes=self.config.max_prompt_bytes, max_tokens=limits.most
             )
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
-        check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        limits.check(token_ids)
         return token_ids, chat
 
-    def _encode(self, name: str, value: bytes, info: EngineInfo) -> tuple[list[int], str]:
+    def _encode(self, name: str, value: bytes, limits: _PromptLimits) -> _Prompt:
         assert self.tokenizer is not None
         try:
-            token_ids = self.tokenizer.encode_bytes(name, value, max_tokens=info.max_model_len - 1)
+            token_ids = self.tokenizer.encode_bytes(name, value, max_tokens=limits.most)
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
-        check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-        return token_ids, value.decode("utf-8")
+        limits.check(token_ids)
+        return _Prompt(token_ids, value.decode("utf-8"))
+
+    def _encode_pairs(
+        self, firsts: list[bytes], seconds: list[bytes], limits: _PromptLimits
+    ) -> list[_Prompt]:
+        """Encodes pairs of texts; one first text belongs to all the second ones."""
+        assert self.tokenizer is not None
+        names = "text_input", TEXT_PAIR.name
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidArgumentError(
+                names[1], f"must hold as many texts as text_input ({len(firsts)}), got {len(seconds)}"
+            )
+        prompts = []
+        for item, second in enumerate(seconds):
+            pair = firsts[item if len(firsts) > 1 else 0], second
+            try:
+                texts = [decode_utf8(name, one) for name, one in zip(names, pair, strict=True)]
+                token_ids, at = self.tokenizer.encode_pair(*texts, fields=names, max_tokens=limits.most)
+                limits.check(token_ids)
+            except (InputError, InvalidArgumentError) as error:
+                name = error.field if error.field in names else names[1]
+                several = len(firsts if name == names[0] else seconds) > 1
+                raise InvalidArgumentError(f"{name}[{item}]" if several else name, error.reason) from None
+            prompts.append(_Prompt(token_ids, "", at))
+        return prompts
+
+
+class _Prompt(NamedTuple):
+    """One tokenized prompt."""
+
+    token_ids: list[int]
+    text: str = ""
+    """The prompt's text, if it was given as one text."""
+    second_text: int = 0
+    """See `PoolingParams`."""
+
+
+class _PromptLimits(NamedTuple):
+    """Limits of a request's prompts."""
+
+    vocab_size: int
+    max_model_len: int
+    is_pooled: bool
+
+    @classmethod
+    def of_request(cls, info: EngineInfo, params: SamplingParams) -> _PromptLimits:
+        return cls(info.vocab_size, info.max_model_len, params.dimensions > 0)
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a prompt."""
+        return self.max_model_len - (not self.is_pooled)
+
+    def check(self, token_ids: list[int]) -> None:
+        """Raises InvalidArgumentError for a prompt that the model cannot take."""
+        check_prompt(token_ids, **self._asdict())
+
+
+def _with_second_text(params: SamplingParams, second_text: int) -> SamplingParams:
+    """Returns the parameters of a prompt whose second text begins at that token; 0: it has none."""
+    if not second_text:
+        return params
+    pooling = msgspec.structs.replace(params.pooling, second_text=second_text)
+    return msgspec.structs.replace(params, pooling=pooling)
 
 
 def _chat_format(raw: RawRequest) -> ChatFormat | None:
@@ -573,6 +665,8 @@ def _together(rows: list[ParsedRequest]) -> ParsedRequest:
                 raise InvalidArgumentError(field_name, "must be the same in all rows of a batch")
         if bool(other.params.dimensions) != bool(first.params.dimensions):
             raise InvalidArgumentError("return_embedding", "must be the same in all rows of a batch")
+        if other.params.pooling.task != first.params.pooling.task:
+            raise InvalidArgumentError("return_scores", "must be the same in all rows of a batch")
         if other.others or first.others:
             raise InvalidArgumentError("text_input", "rows of a batch must hold one prompt each")
         other.outputs, other.final_outputs = first.outputs, first.final_outputs
@@ -607,9 +701,12 @@ def _outputs(
     if requested != all_outputs:
         return requested, requested
     asked = {name.removeprefix("return_") for name, wanted in control.items() if wanted is True} & requested
-    if "embedding" in asked:
-        only = frozenset({"finish_reason", "num_input_tokens", *asked})
-        return only, only
+    if asked & {"embedding", "scores"}:
+        beside = {"label"} if "scores" in asked else set()
+        if num_prompts > 1:
+            beside.add("batch_index")
+        only = frozenset({"finish_reason", "num_input_tokens", *asked, *beside})
+        return only & all_outputs, only & all_outputs
     if config.dialect == "vllm":
         only = frozenset({"text_output", *asked}) & all_outputs
         return only - _LAST_OUTPUTS, only

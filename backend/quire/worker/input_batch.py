@@ -98,7 +98,7 @@ class PromptRow(NamedTuple):
 
 
 class PoolRow(NamedTuple):
-    """Tokens of a row whose hidden states are pooled to an embedding."""
+    """Tokens of a row whose hidden states are pooled."""
 
     number: int
     """Index of the row in the step."""
@@ -176,7 +176,7 @@ class InputBatch:
         self._prompts: dict[str, int] = {}
         """First prompt position without log-probabilities yet, by id of the requests that want them."""
         self.embedded: set[str] = set()
-        """Ids of requests that want embeddings and no tokens."""
+        """Ids of requests that want embeddings or scores, and no tokens."""
         self.adapted: set[str] = set()
         """Ids of requests with an adapter."""
         self._grammars = grammars
@@ -383,6 +383,7 @@ class InputBatch:
             metas=[meta, *others],
             embeds=self._embeds(given),
             adapters=self._adapters(scheduled, lens) if self.adapted else None,
+            token_types=self._token_types(scheduled, starts) if self.embedded else None,
         )
         inputs = StepInputs(
             forward=forward,
@@ -415,9 +416,19 @@ class InputBatch:
             return None
         return AdapterStep(to_device(np.repeat(np.array(slots, dtype=np.int32), lens), self.device), used)
 
+    def _token_types(self, scheduled: list[ScheduledRequest], starts: list[int]) -> torch.Tensor | None:
+        """Returns the token types of a step. `starts` as for `_pool_rows`. None: all tokens have type 0."""
+        types = None
+        for item, start, end in zip(scheduled, starts, starts[1:], strict=False):
+            second = self.requests[item.request_id].sampling.params.pooling.second_text
+            if second:
+                types = np.zeros(starts[-1], dtype=np.int64) if types is None else types
+                types[start + max(0, second - item.num_computed_tokens) : end] = 1
+        return None if types is None else to_device(types, self.device)
+
     def _pool_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PoolRow]:
-        """Returns the rows of this step whose request wants an embedding. `starts`: index of each row's first
-        token in the batch, then the batch's end."""
+        """Returns the rows of this step whose request wants an embedding or scores. `starts`: index of each
+        row's first token in the batch, then the batch's end."""
         return [
             PoolRow(number, start, end, self.requests[item.request_id], item.samples)
             for number, (item, start, end) in enumerate(zip(scheduled, starts, starts[1:], strict=False))

@@ -133,6 +133,30 @@ def _block_size(cache: CacheConfig, model: Model) -> int:
     return size
 
 
+def _longest_whole(limits: SchedulerConfig, asked: int | None, limit: int) -> int:
+    """Returns the longest prompt of an encoder, which computes prompts in one step.
+
+    Args:
+        asked: configured `max_model_len`; None: as long as a step allows.
+        limit: the checkpoint's limit.
+
+    Raises:
+        ConfigError: `asked` exceeds the tokens of one request in a step.
+    """
+    if asked is not None and asked > limits.max_row_tokens:
+        raise ConfigError(
+            f"max_model_len={asked}: this model computes a prompt in one step, which has at most "
+            f"{limits.max_row_tokens} tokens (max_num_batched_tokens, max_prefill_tokens_per_request)"
+        )
+    if asked is None and limit > limits.max_row_tokens:
+        logger.info(
+            "max_model_len=%d of %d: a prompt is computed in one step (max_num_batched_tokens)",
+            limits.max_row_tokens,
+            limit,
+        )
+    return asked or min(limit, limits.max_row_tokens)
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Contents of a block in a model's KV cache, and the number of blocks that a sequence needs."""
@@ -146,15 +170,18 @@ class KVLayout:
     draft_bytes: int = 0
     """Bytes per block of the draft model's keys and values, in a pool of its own; 0: there is no draft
     model."""
+    keeps_nothing: bool = False
+    """Whether blocks only count tokens, because the model is an encoder."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, model: Model, draft: Model | None = None) -> KVLayout:
         """Returns the layout for a model and its draft model, if any; neither needs its weights.
 
         Raises:
-            ConfigError: `max_model_len` exceeds the checkpoint's limit, `block_size` does not divide the size
-                of the checkpoint's attention chunks, layers keep states although drafts are configured, or
-                the model does not support `kv_cache_dtype`.
+            ConfigError: `max_model_len` exceeds the checkpoint's limit (for an encoder also the tokens of one
+                request in a step), `block_size` does not divide the size of the checkpoint's attention
+                chunks, layers keep states although drafts are configured, or the model does not support
+                `kv_cache_dtype`.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = _block_size(config.cache, model), config.cache.kv_cache_dtype
@@ -169,6 +196,9 @@ class KVLayout:
                 f"block_size={size} does not divide the checkpoint's attention_chunk_size of "
                 f"{shape.chunk_size}"
             )
+        longest = asked or shape.max_position_embeddings
+        if model.is_encoder:
+            longest = _longest_whole(config.scheduler, asked, shape.max_position_embeddings)
         groups = model.kv_groups if draft is None else model.kv_groups + draft.kv_groups
         if config.scheduler.num_draft_tokens and any(group.is_state for group in groups):
             raise ConfigError(
@@ -179,10 +209,11 @@ class KVLayout:
             spec=model.kv_spec(kv_type),
             layers_per_block=layers_per_group(model.kv_groups),
             block_size=size,
-            max_model_len=asked or shape.max_position_embeddings,
+            max_model_len=longest,
             groups=model.kv_groups,
             max_step_tokens=config.scheduler.max_num_batched_tokens,
             draft_bytes=draft_bytes,
+            keeps_nothing=model.is_encoder,
         )
 
     @property
@@ -205,7 +236,10 @@ class KVLayout:
         return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
 
     def num_blocks(self, config: EngineConfig, memory: DeviceMemory) -> int:
-        """Returns the number of blocks in the pool; see `num_blocks_for`."""
+        """Returns the number of blocks in the pool; see `num_blocks_for`. For an encoder they suffice for all
+        seats."""
+        if self.keeps_nothing and config.cache.num_blocks is None:
+            return self.blocks_per_sequence(self.max_model_len) * config.scheduler.max_num_seqs
         return num_blocks_for(
             config.cache,
             config.scheduler,

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
 from quire.layers.config import DecoderConfig
-from quire.layers.pooling import read_pooling
-from quire.loader.info import checkpoint_state
+from quire.layers.pooling import Classifier, Pooling, read_pooling, with_classifier
+from quire.loader.info import checkpoint_state, named_tokens
 from quire.loader.load import load_model
 from quire.models.interface import Model
 from quire.models.kv_groups import layers_per_group
@@ -159,7 +160,7 @@ class ModelRunner:
         graph_backend = make_graph_backend(self.device, is_eager)
         has_slots = config.adapters.enable_lora
         self.slots = AdapterMemory(self.model, config.adapters, self.device) if has_slots else None
-        self._pooler = Pooler(read_pooling(Path(config.model.model)))
+        self._pooler = Pooler(self._read_pooling(), self.model)
         timeline.end("weights")
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
@@ -279,6 +280,30 @@ class ModelRunner:
             loaded.config.dtype,
         )
         return loaded.model
+
+    def _read_pooling(self) -> Pooling:
+        """Reads how prompts are pooled, from the checkpoint and the configuration.
+
+        Raises:
+            ConfigError: `classifier_from_token` is given for a model without logits of tokens, or names no
+                token.
+            CheckpointError: nothing can be computed: an encoder whose pooling is not supported.
+        """
+        config, model = self._config.model, self.model
+        pooling = read_pooling(Path(config.model), model.pooling_mode)
+        if model.config.classifier is not None:
+            pooling = with_classifier(pooling, model.config.classifier, model.pooling_mode)
+        if model.is_encoder:
+            pooling = replace(pooling, is_encoder=True, generates=False)
+        if config.classifier_from_token:
+            if not pooling.generates:
+                raise ConfigError("classifier_from_token: this checkpoint computes no logits of tokens")
+            tokens = named_tokens(config.tokenizer or config.model, config.classifier_from_token)
+            (_, no), (yes_name, yes) = tokens
+            pooling = replace(pooling, classifier=Classifier((yes_name,), "sigmoid"), token_ids=(no, yes))
+        if pooling.why_not and not (pooling.generates or pooling.num_scores):
+            raise CheckpointError(f"{config.model}: embeddings are not supported: {pooling.why_not}")
+        return pooling
 
     def sleep(self) -> None:
         """See `Runner`. Frees what `_load` created, except `info`; the device's context, kernels and threads
@@ -518,7 +543,8 @@ class LaunchedStep:
         self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
         """Prompt log-probabilities, and their copy to the host; None as with `drawn`."""
         self.embeddings: tuple[list[int], HostCopy] | None = None
-        """Indices of rows in the step, and the copy of their embeddings to the host; None as with `drawn`."""
+        """Indices of rows in the step, and the copy of their embeddings or scores to the host; None as with
+        `drawn`."""
         self.grammars: list[RowGrammar | DraftGrammar | None] = []
         """Grammar of each sample; empty: no sample has one."""
         self.drafts: dict[int, Sequence[int]] = {}
@@ -544,7 +570,7 @@ class LaunchedStep:
         self.prompts = found, HostCopy(found.found.tensors)
 
     def set_embeddings(self, numbers: list[int], vectors: list[torch.Tensor]) -> None:
-        """Sets the embeddings of rows of the step, and starts their copy to the host."""
+        """Sets the embeddings or scores of rows of the step, and starts their copy to the host."""
         self.embeddings = numbers, HostCopy(vectors)
 
 

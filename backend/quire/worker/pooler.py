@@ -1,4 +1,4 @@
-"""Pooler: makes embeddings of prompts from the hidden states of steps."""
+"""Pooler: makes embeddings and scores of prompts from the hidden states of steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from quire.layers.pooling import Pooling
+from quire.models.interface import Model
 from quire.outputs import RowOutput
 from quire.worker.input_batch import PoolRow
 
@@ -18,6 +19,7 @@ class Pooler:
     """Pools each row on its own, so the result does not depend on the other rows of a step."""
 
     pooling: Pooling
+    model: Model
 
     def pool(self, rows: Iterable[PoolRow], hidden: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
         """Pools the hidden states of a step.
@@ -26,29 +28,54 @@ class Pooler:
             hidden: [num_tokens, hidden_size] of all tokens of the step.
 
         Returns:
-            Indices of the rows whose prompts are complete, and their embeddings, float32 [dimensions] each.
+            Indices of the rows whose prompts are complete, and their embeddings or scores, float32
+            [dimensions] each.
         """
         numbers, vectors = [], []
         for row in rows:
-            state = row.state
-            vector = hidden[row.end - 1].float()
-            if self.pooling.is_mean:
-                vector = hidden[row.first : row.end].float().sum(dim=0)
-                if state.pooled is not None:
-                    vector += state.pooled
-                state.pooled = vector
+            params = row.state.sampling.params
+            vector = self._pooled(row, hidden)
             if row.is_last:
-                if self.pooling.is_mean:
-                    vector = vector / state.num_prompt_tokens
-                vector = vector[: state.sampling.params.dimensions]
                 numbers.append(row.number)
+                if params.pooling.task == "classify":
+                    vectors.append(self._scores(vector, uses_activation=params.pooling.use_activation))
+                    continue
+                vector = vector.float()[: params.dimensions]
                 vectors.append(functional.normalize(vector, dim=0) if self.pooling.normalizes else vector)
         return numbers, vectors
 
+    def _pooled(self, row: PoolRow, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the pooled hidden state [hidden_size] of a prompt, if it ends with this row. A mean is
+        float32, and is summed up over the rows of a prompt."""
+        if self.pooling.mode == "last":
+            return hidden[row.end - 1]
+        state = row.state
+        if self.pooling.mode == "cls":
+            state.pooled = hidden[row.first].clone() if state.pooled is None else state.pooled
+            return state.pooled
+        total = hidden[row.first : row.end].float().sum(dim=0)
+        if state.pooled is not None:
+            total += state.pooled
+        state.pooled = total
+        return total / state.num_prompt_tokens
+
+    def _scores(self, pooled: torch.Tensor, *, uses_activation: bool) -> torch.Tensor:
+        """Returns the scores, float32 [num_scores], of a pooled hidden state [hidden_size]."""
+        classifier, token_ids = self.pooling.classifier, self.pooling.token_ids
+        assert classifier is not None, "admission refuses requests for scores that there are not"
+        if token_ids is None:
+            logits = self.model.class_logits(pooled)
+        else:
+            no, yes = self.model.compute_logits(pooled[None])[0, list(token_ids)]
+            logits = (yes - no).view(1)
+        if not uses_activation or classifier.activation == "identity":
+            return logits
+        return logits.sigmoid() if classifier.activation == "sigmoid" else logits.softmax(dim=0)
+
 
 def embedding_output(vector: torch.Tensor) -> RowOutput:
-    """Returns the output of a row with its embedding, or an error if it is not finite. `vector`: float32
-    [dimensions], on the host."""
+    """Returns the output of a row with its embedding or scores, or an error if these are not finite.
+    `vector`: float32 [dimensions], on the host."""
     if not bool(torch.isfinite(vector).all()):
-        return RowOutput(error="the model's hidden states are not finite: there is no embedding")
+        return RowOutput(error="the model's hidden states are not finite: there is nothing to pool")
     return RowOutput(embedding=vector.numpy().astype("<f4", copy=False).tobytes())
