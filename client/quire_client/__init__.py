@@ -17,7 +17,7 @@ from quire_client.errors import (
     ServerError,
     Unavailable,
 )
-from quire_client.types import Choice, Chunk, Embeddings, Message, ModelInfo, Result, Timing
+from quire_client.types import Choice, Chunk, Embeddings, Message, ModelInfo, Result, Scores, Timing
 
 __all__ = [
     "AsyncClient",
@@ -37,6 +37,7 @@ __all__ = [
     "ProtocolError",
     "QuireClientError",
     "Result",
+    "Scores",
     "ServerError",
     "Stream",
     "Timing",

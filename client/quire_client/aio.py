@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from quire_client import _connection as conn
 from quire_client._io import AsyncioCall, AsyncioIO, BlockingCall, BlockingIO
-from quire_client.embedding import Prompts, embed
+from quire_client.embedding import Prompts, classify, embed, score
 from quire_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -48,7 +48,7 @@ from quire_client.protocol import (
     schema_from_metadata,
     tenant_of,
 )
-from quire_client.types import Chunk, Embeddings, Message, ModelInfo, Result, collect
+from quire_client.types import Chunk, Embeddings, Message, ModelInfo, Result, Scores, collect
 
 MAX_SCHEMAS = 1024
 """Most model schemas that a client caches. If a server restricts access to model configurations, any name
@@ -368,6 +368,58 @@ class AsyncClient:
         timeout = self._settings.timeout if timeout is None else timeout
         stated = arguments if dimensions is None else {"dimensions": dimensions, **arguments}
         return await embed(self, prompts, model=model, timeout=timeout, **stated)
+
+    async def classify(
+        self,
+        prompts: Prompts,
+        *,
+        use_activation: bool | None = None,
+        model: str = GENERATOR_MODEL,
+        timeout: float | None = None,
+        **arguments: Any,
+    ) -> Scores:
+        """Returns the scores of prompts by a classifier or a reward model, one for each label.
+
+        Args:
+            prompts: a text, its token ids, or several of either.
+            use_activation: False: logits, as rewards are wanted; None: as the checkpoint says.
+            timeout: seconds for all prompts together.
+            arguments: scheduling parameters, as for `stream`.
+
+        Raises:
+            QuireClientError: as `embed`.
+        """
+        timeout = self._settings.timeout if timeout is None else timeout
+        return await classify(
+            self, prompts, model=model, timeout=timeout, use_activation=use_activation, **arguments
+        )
+
+    async def score(
+        self,
+        firsts: str | Sequence[str],
+        seconds: Sequence[str],
+        *,
+        use_activation: bool | None = None,
+        model: str = GENERATOR_MODEL,
+        timeout: float | None = None,
+        **arguments: Any,
+    ) -> Scores:
+        """Returns the scores of pairs of texts by a reranker.
+
+        Args:
+            firsts: first text of each pair (the query), or one for all pairs.
+            seconds: second text of each pair (the document).
+            use_activation: as for `classify`.
+            timeout: seconds for all pairs together.
+            arguments: scheduling parameters, as for `stream`.
+
+        Raises:
+            QuireClientError: a pair's request failed; the message names the pair as `seconds[i]`. The other
+                requests are cancelled then.
+        """
+        timeout = self._settings.timeout if timeout is None else timeout
+        stated = {"use_activation": use_activation, **arguments}
+        return await score(self, firsts, seconds, model=model, timeout=timeout, **stated)
 
     async def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None

@@ -127,6 +127,8 @@ class Client(_Blocking[AsyncClient]):
     generate = _blocking(AsyncClient.generate)
     chat = _blocking(AsyncClient.chat)
     embed = _blocking(AsyncClient.embed)
+    classify = _blocking(AsyncClient.classify)
+    score = _blocking(AsyncClient.score)
     cache_control = _blocking(AsyncClient.cache_control)
     requests = _blocking(AsyncClient.requests)
     cache_reset = _blocking(AsyncClient.cache_reset)

@@ -1,28 +1,30 @@
-"""Embeddings of any number of prompts: one request per prompt, at most `MAX_OPEN` at a time."""
+"""Embeddings and scores of any number of prompts: one request per prompt, at most `MAX_OPEN` at a time."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire_client import _connection as conn
 from quire_client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ProtocolError, QuireClientError
 from quire_client.protocol import ModelSchema
-from quire_client.types import Chunk, Embeddings
+from quire_client.types import Chunk, Embeddings, Message, Scores
 
 MAX_OPEN = 64
 """Most requests in flight at a time; the server batches them."""
-OUTPUTS = ("embedding", "finish_reason", "num_input_tokens", "num_cached_tokens")
-_PROMPT = re.compile(r"(text_input|input_ids|prompt): ")
+_COUNTS = ("finish_reason", "num_input_tokens", "num_cached_tokens")
+OUTPUTS = ("embedding", *_COUNTS)
+SCORE_OUTPUTS = ("scores", "label", *_COUNTS)
+_PROMPT = re.compile(r"(text_input|text_pair|input_ids|messages|prompt): ")
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """A text, its token ids, or several of either."""
 
 
 class ChunkStream(AsyncIterable[Chunk], Protocol):
-    """Part of `AsyncStream` that `embed` uses: the chunks of one request's answer."""
+    """Part of `AsyncStream` that is used here: the chunks of one request's answer."""
 
     async def start(self) -> None: ...
 
@@ -30,7 +32,7 @@ class ChunkStream(AsyncIterable[Chunk], Protocol):
 
 
 class StreamingClient(Protocol):
-    """Part of `AsyncClient` that `embed` uses: a model's schema, and answers as streams."""
+    """Part of `AsyncClient` that is used here: a model's schema, and answers as streams."""
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema: ...
 
@@ -51,62 +53,168 @@ async def embed(
     Args:
         name: what errors call `prompts`.
     """
-    deadline = conn.Deadline(timeout)
+    asked = [(where, _source(prompt)) for where, prompt in _each(prompts, name)]
+    chunks = await _pooled(client, asked, OUTPUTS, model=model, timeout=timeout, arguments=arguments)
+    return Embeddings(tuple(chunk.extras.embedding for chunk in chunks), *_counts(chunks))
+
+
+async def classify(
+    client: StreamingClient,
+    prompts: Prompts,
+    *,
+    model: str,
+    timeout: float | None,
+    name: str = "prompts",
+    **arguments: Any,
+) -> Scores:
+    """Implementation of `AsyncClient.classify`.
+
+    Args:
+        name: what errors call `prompts`.
+    """
+    asked = [(where, _source(prompt)) for where, prompt in _each(prompts, name)]
+    return await _scores(client, asked, model, timeout, arguments)
+
+
+async def classify_messages(
+    client: StreamingClient,
+    messages: Sequence[Message] | Mapping[str, Any] | bytes,
+    *,
+    model: str,
+    timeout: float | None,
+    **arguments: Any,
+) -> Scores:
+    """Returns the scores of a conversation, as reward models give them.
+
+    Args:
+        messages: as for `AsyncClient.chat`.
+    """
+    asked = [("messages", {"messages": messages})]
+    return await _scores(client, asked, model, timeout, arguments)
+
+
+async def score(
+    client: StreamingClient,
+    firsts: str | Sequence[str],
+    seconds: Sequence[str],
+    *,
+    model: str,
+    timeout: float | None,
+    name: str = "seconds",
+    **arguments: Any,
+) -> Scores:
+    """Implementation of `AsyncClient.score`.
+
+    Args:
+        name: what errors call `seconds`.
+    """
+    if not isinstance(firsts, str) and len(firsts) != len(seconds):
+        raise InvalidArgument(f"{name}: must be as many as the first texts ({len(firsts)}), or these be one")
+    each = [firsts] * len(seconds) if isinstance(firsts, str) else firsts
+    asked = [
+        (f"{name}[{item}]", {"prompt": first, "text_pair": [second]})
+        for item, (first, second) in enumerate(zip(each, seconds, strict=True))
+    ]
+    return await _scores(client, asked, model, timeout, arguments)
+
+
+async def _scores(
+    client: StreamingClient,
+    asked: Sequence[tuple[str, Mapping[str, Any]]],
+    model: str,
+    timeout: float | None,
+    arguments: Mapping[str, Any],
+) -> Scores:
+    chunks = await _pooled(client, asked, SCORE_OUTPUTS, model=model, timeout=timeout, arguments=arguments)
+    values, labels = (tuple(getattr(chunk.extras, name) for chunk in chunks) for name in ("scores", "label"))
+    return Scores(values, labels, *_counts(chunks))
+
+
+async def _pooled(
+    client: StreamingClient,
+    asked: Sequence[tuple[str, Mapping[str, Any]]],
+    outputs: tuple[str, ...],
+    *,
+    model: str,
+    timeout: float | None,
+    arguments: Mapping[str, Any],
+) -> list[Chunk]:
+    """Sends requests and returns the chunk with the result of each, in their order.
+
+    Args:
+        asked: what errors call each prompt, and its arguments.
+        outputs: outputs to ask for; the first is the result.
+    """
+    deadline, wanted = conn.Deadline(timeout), outputs[0]
     schema = await client._schema(model, deadline)
-    if schema.outputs is not None and "embedding" not in schema.outputs:
-        raise InvalidArgument(f"model: {model!r} gives no embeddings")
-    # Whatever kind of number a token id is, it has no length.
-    is_one = isinstance(prompts, str) or (
-        len(prompts) > 0 and not any(hasattr(one, "__len__") for one in prompts)
-    )
-    under_way: deque[ChunkStream] = deque()
+    if schema.outputs is not None and wanted not in schema.outputs:
+        kind = "embeddings" if wanted == "embedding" else "scores"
+        raise InvalidArgument(f"model: {model!r} gives no {kind}")
+    under_way: deque[tuple[str, ChunkStream]] = deque()
     chunks: list[Chunk] = []
 
     async def collect_next() -> None:
-        stream = under_way.popleft()
+        which, stream = under_way.popleft()
         try:
-            chunks.append(_only([chunk async for chunk in stream]))
+            chunks.append(_only([chunk async for chunk in stream], wanted))
         except QuireClientError as error:
-            which = name if is_one else f"{name}[{len(chunks)}]"
             error.message = _PROMPT.sub(f"{which}: ", error.message, count=1)
             error.args = (error.message,)
             raise
 
     try:
-        for prompt in [prompts] if is_one else prompts:
-            given: dict[str, Any] = {} if isinstance(prompt, str) else {"input_ids": prompt}
+        for which, given in asked:
             stream = client._answer(
-                prompt if isinstance(prompt, str) else None,
+                **{"prompt": None, **given},
                 model=model,
                 timeout=deadline.remaining(),
-                outputs=[output for output in OUTPUTS if output in (schema.outputs or OUTPUTS)],
-                **given,
+                outputs=[output for output in outputs if output in (schema.outputs or outputs)],
                 **arguments,
             )
-            under_way.append(stream)
+            under_way.append((which, stream))
             await stream.start()
             if len(under_way) == MAX_OPEN:
                 await collect_next()
         while under_way:
             await collect_next()
     finally:
-        for stream in under_way:
+        for _, stream in under_way:
             await stream.aclose()
-    return Embeddings(
-        tuple(chunk.extras.embedding for chunk in chunks),
-        sum(chunk.num_input_tokens or 0 for chunk in chunks),
-        sum(chunk.num_cached_tokens or 0 for chunk in chunks),
+    return chunks
+
+
+def _each(prompts: Prompts, name: str) -> Iterable[tuple[str, str | Sequence[int]]]:
+    """Yields each prompt, and what errors call it."""
+    # Whatever kind of number a token id is, it has no length.
+    is_one = isinstance(prompts, str) or (
+        len(prompts) > 0 and not any(hasattr(one, "__len__") for one in prompts)
     )
+    if is_one:
+        yield name, prompts  # type: ignore[misc]
+        return
+    for item, prompt in enumerate(prompts):
+        yield f"{name}[{item}]", prompt  # type: ignore[misc]
 
 
-def _only(chunks: Sequence[Chunk]) -> Chunk:
-    """Returns the chunk that holds the embedding; raises if the request ended without one."""
+def _source(prompt: str | Sequence[int]) -> dict[str, Any]:
+    return {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+
+
+def _counts(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Returns the input tokens of all prompts together, and those of them that the server's cache had."""
+    counts = ((chunk.num_input_tokens or 0, chunk.num_cached_tokens or 0) for chunk in chunks)
+    num_input, num_cached = (sum(each) for each in zip(*counts, strict=True)) if chunks else (0, 0)
+    return num_input, num_cached
+
+
+def _only(chunks: Sequence[Chunk], wanted: str) -> Chunk:
+    """Returns the chunk that holds the result; raises if the request ended without one."""
     for chunk in chunks:
-        if chunk.extras.embedding:
+        if getattr(chunk.extras, wanted):
             return chunk
     reason = next((chunk.finish_reason for chunk in reversed(chunks)), None)
     if reason == "timeout":
-        raise DeadlineExceeded("the request's deadline passed before its embedding was there")
+        raise DeadlineExceeded("the request's deadline passed before its result was there")
     if reason == "cancelled":
         raise Cancelled("the request was cancelled by its id")
-    raise ProtocolError("the answer has no embedding")
+    raise ProtocolError(f"the answer has no {wanted}")

@@ -101,7 +101,10 @@ _EXTRA_OUTPUTS: dict[str, tuple[type, str]] = {
     "prompt_logprobs": (str, "prompt_logprobs"),
     "batch_index": (int, "batch_index"),
     "embedding": (float, "embedding"),
+    "scores": (float, "scores"),
+    "label": (str, "label"),
 }
+_LISTS = ("embedding", "scores")
 # Type of the elements, letter of `struct` and field of `InferTensorContents` of each datatype.
 _DATATYPES: dict[str, tuple[type, str, str]] = {
     "BYTES": (str, "", "bytes_contents"),
@@ -588,8 +591,9 @@ _EXTRA_PARSERS: dict[str, Callable[[str], Any]] = {
 def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
     """Returns the elements of each output that a `Chunk` needs, in row-major order.
 
-    The empty name holds pairs for `Extras`: a field, and the output's first element (for an embedding all
-    elements). It does not use numpy and `InferResult`, which take several times as long for so few elements.
+    The empty name holds pairs for `Extras`: a field, and the output's first element (all elements for an
+    embedding and for scores). It does not use numpy and `InferResult`, which take several times as long for
+    so few elements.
     """
     if raw_contents and len(raw_contents) != len(outputs):
         raise ProtocolError(f"a response has {len(outputs)} outputs and the raw data of {len(raw_contents)}")
@@ -603,7 +607,7 @@ def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dic
         elif name in _EXTRA_OUTPUTS:
             kind, field = _EXTRA_OUTPUTS[name]
             elements = _elements(name, kind, output, raw_contents[i] if raw_contents else None)
-            extras.append((field, elements if name == "embedding" else _at(elements, 0)))
+            extras.append((field, elements if name in _LISTS else _at(elements, 0)))
     if extras:
         values[""] = extras
     return values

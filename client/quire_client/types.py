@@ -28,6 +28,8 @@ class Extras:
     prompt_logprobs: Any = None
     batch_index: int = 0
     embedding: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    label: str = ""
 
 
 NO_EXTRAS = Extras()
@@ -204,6 +206,20 @@ class Embeddings:
 
     vectors: tuple[tuple[float, ...], ...]
     """One embedding per prompt, in the order of the prompts."""
+    num_input_tokens: int
+    """Input tokens of all prompts together."""
+    num_cached_tokens: int
+    """Input tokens that the server's KV cache had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of several prompts or pairs of texts."""
+
+    values: tuple[tuple[float, ...], ...]
+    """Scores of each prompt, one for each label, in the order of the prompts."""
+    labels: tuple[str, ...]
+    """Label of each prompt's largest score."""
     num_input_tokens: int
     """Input tokens of all prompts together."""
     num_cached_tokens: int

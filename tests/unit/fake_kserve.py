@@ -39,6 +39,9 @@ GENERATOR_INPUTS = {
     "structured_output": "STRING",
     "return_timing": "BOOL",
     "return_embedding": "BOOL",
+    "return_scores": "BOOL",
+    "use_activation": "BOOL",
+    "text_pair": "STRING",
     "dimensions": "INT32",
     "logit_bias": "STRING",
     "n": "INT32",
@@ -50,7 +53,7 @@ GENERATOR_INPUTS = {
     "cache_control": "STRING",
     "lora_name": "STRING",
 }
-LISTS = {"text_input", "input_ids", "stop", "stop_token_ids"}
+LISTS = {"text_input", "text_pair", "input_ids", "stop", "stop_token_ids"}
 OUTPUTS = {
     "text_output": "STRING",
     "output_ids": "INT32",
@@ -68,6 +71,8 @@ OUTPUTS = {
     "timing": "STRING",
     "num_reasoning_tokens": "UINT32",
     "embedding": "FP32",
+    "scores": "FP32",
+    "label": "STRING",
 }
 WORDS = {5: "a", 6: "\ufffd", 7: "é"}
 """Tokens of which `logprobs` tells."""
@@ -103,7 +108,7 @@ def model_config(name: str) -> Any:
         config.input.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims, optional=True)
     outputs = {**OUTPUTS, "input_ids": "INT32"} if name == "tokenizer" else OUTPUTS
     for tensor, kind in outputs.items():
-        dims = [-1 if tensor in ("output_ids", "embedding") else 1]
+        dims = [-1 if tensor in ("output_ids", "embedding", "scores") else 1]
         config.output.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims)
     return config
 
@@ -244,6 +249,15 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         event.set()
         yield self._response(request, "", [], "cancelled", final=True)
 
+    def _scored(self, request: Any, text: str, inputs: dict[str, Any]) -> Any:
+        """Two scores of a conversation or a text, one of a pair: the lengths of its texts."""
+        scores = [float(len(text)), 0.5]
+        if "text_pair" in inputs:
+            scores = [len(text) + len(inputs["text_pair"][0]) / 100]
+        if inputs.get("use_activation") == [False]:
+            scores = [-score for score in scores]
+        return self._response(request, "", [], "stop", final=True, scores=scores, label="longest")
+
     def _infer(self, request: Any, inputs: dict[str, Any], context: Any) -> Iterator[Any]:
         texts = inputs.get("text_input", [])
         if len(texts) > 1:
@@ -257,6 +271,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             reason = rest if verb == "ended" else "stop"
             vector = [] if verb == "ended" else vector
             yield self._response(request, "", [], reason, final=True, embedding=vector)
+        elif inputs.get("return_scores") == [True] and verb not in ("error", "silent"):
+            yield self._scored(request, text, inputs)
         elif verb in ("call", "think", "logprobs", "raw"):
             yield from self._chat(request, verb, rest, inputs)
         elif verb == "tokens":
@@ -407,7 +423,7 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             value = said.get(name, "" if kind == "STRING" else 0)
             stated = value.encode() if kind == "STRING" else value
             dtype = object if kind == "STRING" else triton_to_np_dtype(datatype)
-            shape: Any = -1 if name == "embedding" else 1
+            shape: Any = -1 if name in ("embedding", "scores") else 1
             values[name] = (datatype, np.array([stated], dtype=dtype).reshape(shape))
         wanted = [output.name for output in request.outputs] or list(values)
         for name in wanted:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
-from quire_client.embedding import embed
+from quire_client.embedding import classify, classify_messages, embed, score
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.adapters import Adapter, Adapters
 from quire_client.openai.balancer import Balancer
@@ -61,11 +61,27 @@ from quire_client.openai.requests import (
     parse_embedding,
     parse_tokenize,
 )
+from quire_client.openai.scoring import (
+    ScoringRequest,
+    classify_reply,
+    parse_classify,
+    parse_rerank,
+    parse_score,
+    rerank_reply,
+    score_reply,
+)
 from quire_client.openai.stream import EventStream, Exchanges
 from quire_client.openai.tokens import max_model_len, text_of, token_ids
 from quire_client.protocol import ModelSchema
+from quire_client.types import Scores
 
-Parsed = TypeVar("Parsed", TextRequest, EmbeddingRequest)
+Parsed = TypeVar("Parsed", TextRequest, EmbeddingRequest, ScoringRequest)
+SCORING = (
+    ("/v1/classify", parse_classify, classify_reply),
+    ("/v1/score", parse_score, score_reply),
+    ("/v1/rerank", parse_rerank, rerank_reply),
+)
+"""Routes that answer with scores: path, parser of bodies, and maker of answers."""
 PROMPTS = ("messages", "text_input")
 DESCRIBED_S = 5.0
 """Timeout, in seconds, for asking a model for its `max_model_len`."""
@@ -128,6 +144,10 @@ def create_app(
         Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
         Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
         Route("/v1/embeddings", gateway.embeddings, methods=["POST"]),
+        *(
+            Route(path, partial(gateway.score, parse=parse, reply=reply), methods=["POST"])
+            for path, parse, reply in SCORING
+        ),
         Route("/tokenize", gateway.tokenize, methods=["POST"]),
         Route("/detokenize", gateway.detokenize, methods=["POST"]),
         Route("/v1/load_lora_adapter", partial(gateway.change_adapters, load=True), methods=["POST"]),
@@ -316,9 +336,47 @@ class _Gateway:
             timeout, chosen = client._settings.timeout, _with_adapter(parsed.sampling, adapter)
             stated: dict[str, Any] = {"model": schema.name, "timeout": timeout, **chosen}
             found = await embed(client, parsed.input, name="input", **stated)
-        exchange.embedded(found)
+        exchange.pooled(found)
         body = await hold.work(partial(embeddings_reply, as_base64=parsed.as_base64), model, found)
         return Response(body, media_type="application/json")
+
+    async def score(
+        self,
+        request: Request,
+        parse: Callable[[Mapping[str, Any]], ScoringRequest],
+        reply: Callable[[ScoringRequest, Scores], dict[str, Any]],
+    ) -> Any:
+        """Answers a request for scores: its body is read by `parse`, its answer made by `reply`."""
+        with self.intake.open() as hold:
+            parsed = await _parsed(request, parse, hold)
+            work = self._score(parsed, reply, hold, exchange_of(request.scope))
+            return await self.exchanges.run(request.receive, work)
+
+    async def _score(
+        self,
+        parsed: ScoringRequest,
+        reply: Callable[[ScoringRequest, Scores], dict[str, Any]],
+        hold: Hold,
+        exchange: Exchange,
+    ) -> Response:
+        server = self.balancer.pick(parsed.sampling)
+        with server.watched(), server.counted():
+            client = server.client
+            schema, adapter = await self._find(client, parsed.model)
+            needed = {"return_scores", parsed.source}
+            schema = await part_that(client, schema, lambda part: needed <= part.inputs.keys())
+            exchange.model = parsed.model
+            timeout, chosen = client._settings.timeout, _with_adapter(parsed.sampling, adapter)
+            stated: dict[str, Any] = {"model": schema.name, "timeout": timeout, **chosen}
+            if parsed.messages is not None:
+                messages = await self._messages(parsed.messages, hold)
+                found = await classify_messages(client, messages, **stated)
+            elif parsed.seconds is not None:
+                found = await score(client, parsed.firsts, parsed.seconds, name=parsed.pair_field, **stated)
+            else:
+                found = await classify(client, parsed.input, name="input", **stated)
+        exchange.pooled(found)
+        return JSONResponse(reply(parsed, found))
 
     async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
         """Returns the response. For a stream it waits for the first chunk, so that an error before it gets a

@@ -19,13 +19,14 @@ from quire_client.openai.errors import RequestError, describe, retry_after
 from quire_client.openai.keys import ApiKey, KeyRing
 from quire_client.openai.metrics import Metrics
 from quire_client.openai.replies import usage
-from quire_client.types import Chunk, Embeddings, Result
+from quire_client.types import Chunk, Embeddings, Result, Scores
 
 GONE = 499
 """Status, in log and metrics, of a request whose client disconnected before its answer was complete."""
 _BESIDE = ("/tokenize", "/detokenize")
 """Paths outside /v1/, named as in vLLM, that are also observed and need a key."""
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", *_BESIDE)
+_SCORING = ("/v1/classify", "/v1/score", "/v1/rerank")
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", *_SCORING, "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Headers with a trace context. They are passed on to the server unchanged, if gRPC can carry them."""
 _PASSED_ON = re.compile(r"[ -~]{1,512}")
@@ -107,8 +108,8 @@ class Exchange:
         self.finish_reason = result.finish_reason
         self._answered(result.num_output_tokens)
 
-    def embedded(self, result: Embeddings) -> None:
-        """Records an answer with embeddings."""
+    def pooled(self, result: Embeddings | Scores) -> None:
+        """Records an answer with embeddings or scores."""
         self._prompt(result.num_input_tokens, result.num_cached_tokens)
 
     def _prompt(self, tokens: int | None, cached: int | None) -> None:

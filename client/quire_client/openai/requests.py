@@ -254,8 +254,8 @@ class EmbeddingRequest:
 
 def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
     """Parses a body of /v1/embeddings; raises as `parse_chat` does."""
-    _check_fields(body, EMBEDDING_FIELDS, {})
-    model, given, form = _model(body), body.get("input"), body.get("encoding_format")
+    check_fields(body, EMBEDDING_FIELDS, {})
+    model, given, form = model_name(body), body.get("input"), body.get("encoding_format")
     if form not in (None, "float", "base64"):
         raise RequestError('encoding_format: must be "float" or "base64"', param="encoding_format")
     dimensions = body.get("dimensions")
@@ -264,8 +264,8 @@ def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
     if isinstance(given, list) and len(given) > MAX_INPUTS and not _is_token(given[0]):
         raise RequestError(f"input: at most {MAX_INPUTS} are allowed, got {len(given)}", param="input")
     several = given if isinstance(given, list) else []
-    is_list = bool(several) and all(type(one) is type(several[0]) and _is_input(one) for one in several)
-    if given is None or not (is_list or _is_input(given)):
+    is_list = bool(several) and all(type(one) is type(several[0]) and is_input(one) for one in several)
+    if given is None or not (is_list or is_input(given)):
         kinds = "a string, a list of token ids, or a list of either, none of them empty"
         raise RequestError(f"input: must be {kinds}", param="input")
     names = ("dimensions", *EMBEDDING_SCHEDULING)
@@ -273,7 +273,7 @@ def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
     return EmbeddingRequest(model, given, form == "base64", sampling)
 
 
-def _is_input(value: Any) -> bool:
+def is_input(value: Any) -> bool:
     """Whether the value is a text or a list of token ids, and not empty."""
     if isinstance(value, str):
         return value != ""
@@ -286,7 +286,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     Raises:
         RequestError: an unknown or unsupported field, or a wrong type; the message names the field.
     """
-    _check_fields(body, CHAT_FIELDS, _CHAT_FIXED)
+    check_fields(body, CHAT_FIELDS, _CHAT_FIXED)
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise RequestError("messages: must be a list of messages", param="messages")
@@ -296,7 +296,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     if most is not None and sampling.setdefault("max_tokens", most) != most:
         name = "max_completion_tokens"
         raise RequestError(f"{name}: max_tokens is given too, with another value", param=name)
-    wants, count = _boolean("logprobs", body.get("logprobs")), body.get("top_logprobs")
+    wants, count = boolean("logprobs", body.get("logprobs")), body.get("top_logprobs")
     if count is not None and not wants and count != 0:
         raise RequestError("top_logprobs: only with logprobs true", param="top_logprobs")
     top = _top_logprobs("top_logprobs", count or 0, sampling) if wants else None
@@ -316,7 +316,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
 def parse_completion(body: Mapping[str, Any]) -> TextRequest:
     """Parses a body of /v1/completions; raises as `parse_chat` does. The prompt is a text, a list of token
     ids, or a list of either."""
-    _check_fields(body, COMPLETION_FIELDS, _COMPLETION_FIXED)
+    check_fields(body, COMPLETION_FIELDS, _COMPLETION_FIXED)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not _is_token(prompt[0]):
         prompt = prompt[0]
@@ -327,7 +327,7 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
     stated = body.get("logprobs")
     # False is not OpenAI's, but is what some clients send for none; 0 asks for those of the tokens alone.
     top = None if stated is None or stated is False else _top_logprobs("logprobs", stated, sampling)
-    echo = _boolean("echo", body.get("echo"))
+    echo = boolean("echo", body.get("echo"))
     if echo:
         sampling["exclude_input_in_output"] = False
         if top is not None:
@@ -346,7 +346,7 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
         return replace(request, input_ids=[prompt])
     several: list[Any] = prompt if isinstance(prompt, list) else []
     is_text = bool(several) and all(isinstance(one, str) for one in several)
-    if not is_text and not (several and all(isinstance(one, list) and _is_input(one) for one in several)):
+    if not is_text and not (several and all(isinstance(one, list) and is_input(one) for one in several)):
         kinds = "a string, a list of token ids, or a list of either, none of them empty"
         raise RequestError(f"prompt: must be {kinds}", param="prompt")
     most = MAX_PROMPTS if is_text else MAX_TOKEN_LISTS
@@ -360,10 +360,10 @@ def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
     """Parses a body of /tokenize in vLLM's form; raises as `parse_chat` does."""
     messages, prompt = body.get("messages"), body.get("prompt")
     special = {"add_special_tokens": messages is None}
-    _check_fields(body, _TOKENIZE_FIELDS, {"return_token_strs": False, **special})
+    check_fields(body, _TOKENIZE_FIELDS, {"return_token_strs": False, **special})
     if (messages is None) == (prompt is None):
         raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
-    model = _model(body)
+    model = model_name(body)
     if messages is None:
         if not isinstance(prompt, str):
             raise RequestError("prompt: must be a string", param="prompt")
@@ -377,11 +377,11 @@ def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
 
 def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
     """Parses a body of /detokenize in vLLM's form; raises as `parse_chat` does."""
-    _check_fields(body, frozenset({"model", "tokens"}), {})
+    check_fields(body, frozenset({"model", "tokens"}), {})
     tokens = body.get("tokens")
-    if not isinstance(tokens, list) or not _is_input(tokens):
+    if not isinstance(tokens, list) or not is_input(tokens):
         raise RequestError("tokens: must be a list of token ids that is not empty", param="tokens")
-    return TextRequest(_model(body), input_ids=[tokens])
+    return TextRequest(model_name(body), input_ids=[tokens])
 
 
 def _add_effort(effort: Any, beside: dict[str, Any]) -> None:
@@ -399,7 +399,7 @@ def _add_effort(effort: Any, beside: dict[str, Any]) -> None:
 
 
 def _timing(body: Mapping[str, Any], sampling: dict[str, Any]) -> bool:
-    wants = _boolean("timing", body.get("timing"))
+    wants = boolean("timing", body.get("timing"))
     if wants:
         sampling["return_timing"] = True
     return wants
@@ -457,7 +457,7 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_fields(body: Mapping[str, Any], known: frozenset[str], fixed: Mapping[str, Any]) -> None:
+def check_fields(body: Mapping[str, Any], known: frozenset[str], fixed: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name in known or value is None:
             continue
@@ -478,7 +478,7 @@ def _same(value: Any, other: Any) -> bool:
 def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """Parses the fields that chat and completions have in common, as arguments of `TextRequest`; adds the
     sampling parameters that they need to `sampling`."""
-    stream = _boolean("stream", body.get("stream"))
+    stream = boolean("stream", body.get("stream"))
     usage, continuous = _stream_options(body.get("stream_options"), stream)
     count = body.get("prompt_logprobs")
     if count is not None:
@@ -489,12 +489,12 @@ def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]
             raise RequestError("prompt_logprobs: only without stream", param="prompt_logprobs")
         sampling["prompt_logprobs"] = max(count, sampling.get("prompt_logprobs", 0))
     return {
-        "model": _model(body),
+        "model": model_name(body),
         "stream": stream,
         "include_usage": usage,
         "continuous_usage": continuous,
         "prompt_logprobs": count,
-        "returns_token_ids": _boolean("return_token_ids", body.get("return_token_ids")),
+        "returns_token_ids": boolean("return_token_ids", body.get("return_token_ids")),
     }
 
 
@@ -512,19 +512,19 @@ def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
             continue
         if name not in _STREAM_OPTIONS:
             raise RequestError(f"{path}: unknown field", param=path)
-        _boolean(path, value)
+        boolean(path, value)
     usage = bool(options.get("include_usage"))
     return usage, usage and bool(options.get("continuous_usage_stats"))
 
 
-def _model(body: Mapping[str, Any]) -> str:
+def model_name(body: Mapping[str, Any]) -> str:
     model = body.get("model")
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_LENGTH or not model.isprintable():
         raise RequestError("model: must be the name of a model, see /v1/models", param="model")
     return model
 
 
-def _boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
         raise RequestError(f"{name}: must be true or false", param=name)
     return bool(value)
