@@ -29,6 +29,7 @@ from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.routing import Routing
 from quire_kernels.sampling import SamplingTensors
+from quire_kernels.state_space import StateSpace
 from quire_kernels.weights import (
     PackedExperts,
     PackedHeads,
@@ -446,9 +447,16 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = "silu",
 ) -> torch.Tensor:
-    """Computes a causal convolution of each channel over the tokens of its sequence, followed by SiLU.
+    """Computes a causal convolution of each channel over the tokens of its sequence, by default
+    followed by SiLU.
 
     Sums and SiLU are float32; the result is rounded once.
 
@@ -459,16 +467,20 @@ def causal_conv(
             of a sequence, zeros before its first; written in place.
         meta: the batch. `block_table[:, 0]` is the block of each sequence's state; these must all differ. A
             sequence that has only new tokens starts from zeros, whatever its block holds.
+        bias: [num_channels] in x's type, contiguous, added to the sums; None: there is none.
+        activation: "silu"; None: there is none.
 
     Returns:
         [num_tokens, num_channels] in x's type.
     """
+    assert activation in ("silu", None), activation
+    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous()), bias
     num_taps, num_channels = weight.shape
     assert x.shape == (meta.num_tokens, num_channels) and x.stride(1) == 1, (x.shape, x.stride())
     assert states.shape[1:] == (num_taps - 1, num_channels) and weight.is_contiguous(), states.shape
     assert states.stride()[1:] == (num_channels, 1) and x.dtype == weight.dtype == states.dtype
     function = registry.select("causal_conv", x.device.type, x.dtype, num_channels=num_channels)
-    out: torch.Tensor = function(x, weight, states, meta)
+    out: torch.Tensor = function(x, weight, states, meta, bias, activation)
     return out
 
 
@@ -519,6 +531,55 @@ def gated_delta_rule(
         "gated_delta_rule", value.device.type, value.dtype, key_dim=key_dim, value_dim=value_dim
     )
     out: torch.Tensor = function(query, key, value, a, b, log_decay, step_bias, states, meta)
+    return out
+
+
+def mamba2(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    step: torch.Tensor,
+    gate: torch.Tensor,
+    space: StateSpace,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+) -> torch.Tensor:
+    """Computes a selective state space with a scalar decay per head (Mamba-2; Dao and Gu, 2024, arXiv
+    2405.21060), then a gated norm.
+
+    With dt = softplus(step + step_bias), limited to `step_limit`, each token updates each head's state S by
+
+        S = exp(-exp(log_decay) * dt) * S + b (dt * x);  sum = c S + skip * x
+
+    The sums are multiplied by silu(gate). Their channels are then divided by the root mean square of their
+    group, and multiplied by the norm's scale. Everything is float32; the output is rounded once. A token's
+    bits depend on the earlier tokens of its sequence, not on how they were divided into batches.
+
+    Args:
+        x: [num_tokens, num_heads, head_dim]; tokens may have any stride, here and in all others.
+        b: [num_tokens, num_groups, state_dim]; num_heads is a multiple of num_groups, and consecutive heads
+            share a group.
+        c: the same shape.
+        step: [num_tokens, num_heads].
+        gate: [num_tokens, num_heads * head_dim].
+        space: the layer's weights.
+        states: float32 [num_blocks, num_heads, state_dim, head_dim], each block contiguous; written in place.
+        meta: see `causal_conv`.
+
+    Returns:
+        [num_tokens, num_heads * head_dim] in x's type.
+    """
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups, state_dim = b.shape[1:]
+    assert b.shape == c.shape and num_tokens == meta.num_tokens and num_heads % num_groups == 0, b.shape
+    assert step.shape == (num_tokens, num_heads) and gate.shape == (num_tokens, num_heads * head_dim)
+    assert states.shape[1:] == (num_heads, state_dim, head_dim) and states.dtype == torch.float32, (
+        states.shape
+    )
+    assert states.stride()[1:] == (state_dim * head_dim, head_dim, 1), states.stride()
+    assert all(one.dtype == torch.float32 and one.is_contiguous() for one in space[:4])
+    function = registry.select("mamba2", x.device.type, x.dtype, head_dim=head_dim, state_dim=state_dim)
+    out: torch.Tensor = function(x, b, c, step, gate, space, states, meta)
     return out
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SIGMOID_EPSILON = 1e-20
-"""Number added to the sum of a token's sigmoid shares before the shares are divided by that sum."""
+"""Default of `Routing.epsilon`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,13 @@ class Routing:
     num_chosen: int
     """Number of experts that a token goes to, without the shared expert."""
     renormalizes: bool
-    """Whether a token's shares are divided by their sum. SIGMOID_EPSILON is added to the sum of sigmoid
-    shares."""
+    """Whether a token's shares are divided by their sum."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Function that computes scores from logits."""
     least_sum: float = 0.0
     """Least divisor of renormalised softmax shares, used if their sum is smaller."""
+    epsilon: float = SIGMOID_EPSILON
+    """Number added to the sum of a token's sigmoid shares before the shares are divided by that sum."""
     scale: float = 1.0
     """Factor of the shares, applied last. It does not apply to the shared expert."""
     num_groups: int = 1

@@ -11,7 +11,7 @@ import torch
 
 from quire_kernels.cpu.linear import BLOCK_COLUMNS, NativeLinear
 from quire_kernels.cpu.native import TYPES, Activation, as_rows, declarations
-from quire_kernels.routing import SIGMOID_EPSILON, Routing
+from quire_kernels.routing import Routing
 from quire_kernels.weights import PackedLinear
 
 _SCORING = {"softmax": 0, "sigmoid": 1}
@@ -93,7 +93,7 @@ def routing_struct(routing: Routing, num_experts: int, bias: torch.Tensor | None
         routing.renormalizes,
         routing.least_sum,
         routing.scale,
-        SIGMOID_EPSILON,
+        routing.epsilon,
     )
     return struct
 

@@ -64,6 +64,7 @@ def declarations() -> Declarations:
         "layout.h",
         "elementwise.h",
         "gated_delta.h",
+        "mamba.h",
         "gemm.h",
         "blocks.h",
         "pack.h",

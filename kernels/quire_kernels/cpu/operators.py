@@ -37,12 +37,15 @@ from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 from quire_kernels.registry import implementation
 from quire_kernels.sampling import SamplingTensors
+from quire_kernels.state_space import StateSpace
 
 logger = logging.getLogger("quire_kernels")
 
 DTYPES = tuple(TYPES)
 VECTOR = 16
 """Sizes of heads and rows must be multiples of this."""
+MAX_STATE_DIM = 256
+"""Largest state of a channel in Mamba-2; `max_state_dim` of mamba.h."""
 MAX_KEY_DIM = 256
 """Largest key size of the gated delta rule; `max_key_dim` of gated_delta.h."""
 
@@ -253,7 +256,13 @@ def add_lora(
 
 
 def causal_conv(
-    isa: str, x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
+    isa: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+    bias: torch.Tensor | None,
+    activation: str | None,
 ) -> torch.Tensor:
     """See `ops.causal_conv`."""
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -264,7 +273,9 @@ def causal_conv(
         x.stride(0),
         x.shape[1],
         weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         weight.shape[0],
+        int(activation is not None),
         byref(kept),
         byref(batch),
         out.data_ptr(),
@@ -300,6 +311,36 @@ def gated_delta_rule(
     kept, batch = declarations().structure("States")(states.data_ptr(), states.stride(0)), batch_struct(meta)
     _kernels(isa).quire_gated_delta_rule(
         TYPES[value.dtype], byref(rule), byref(kept), byref(batch), out.data_ptr()
+    )
+    return out
+
+
+def mamba2(
+    isa: str,
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    step: torch.Tensor,
+    gate: torch.Tensor,
+    space: StateSpace,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+) -> torch.Tensor:
+    """See `ops.mamba2`."""
+    x, b, c = (_with_heads_together(each) for each in (x, b, c))
+    step, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (step, gate))
+    operands = (x, b, c, step, gate)
+    sums, out = torch.empty(gate.shape), torch.empty(gate.shape, dtype=x.dtype)
+    operator = declarations().structure("StateSpace")(
+        *(each.data_ptr() for each in operands),
+        *(each.stride(0) for each in operands),
+        *(weight.data_ptr() for weight in (space.log_decay, space.step_bias, space.skip, space.norm)),
+        *(*space.step_limit, space.eps),
+        *(*x.shape[1:], *b.shape[1:]),
+    )
+    kept, batch = declarations().structure("States")(states.data_ptr(), states.stride(0)), batch_struct(meta)
+    _kernels(isa).quire_mamba2(
+        TYPES[x.dtype], byref(operator), byref(kept), byref(batch), sums.data_ptr(), out.data_ptr()
     )
     return out
 
@@ -360,6 +401,12 @@ def _why_not_scan(**facts: Any) -> str | None:
     return _in_vectors("key_dim", "value_dim")(**facts)
 
 
+def _why_not_scan_states(**facts: Any) -> str | None:
+    if facts["state_dim"] > MAX_STATE_DIM:
+        return f"state_dim must be at most {MAX_STATE_DIM}"
+    return _in_vectors("head_dim", "state_dim")(**facts)
+
+
 def _why_not(isa: str, shapes: Callable[..., str | None], **facts: Any) -> str | None:
     """Returns why the kernels of an instruction set do not support the call's facts, by `shapes`, or cannot
     be had here."""
@@ -380,6 +427,7 @@ _OPERATORS = (
     ("add_lora", add_lora, _in_vectors()),
     ("causal_conv", causal_conv, _in_vectors("num_channels")),
     ("gated_delta_rule", gated_delta_rule, _why_not_scan),
+    ("mamba2", mamba2, _why_not_scan_states),
     ("linear", linear, why_not_pack),
     ("grouped_linear", grouped_linear, why_not_pack),
     ("head_linear", head_linear, why_not_pack),

@@ -10,6 +10,7 @@ from quire_kernels.reference import (
     linear,
     logits,
     lora,
+    mamba,
     moe,
     sampling,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "linear",
     "logits",
     "lora",
+    "mamba",
     "moe",
     "sampling",
 ]

@@ -11,7 +11,12 @@ from quire_kernels.registry import implementation
 
 @implementation("causal_conv", "reference", is_recordable=False)
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, meta: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    meta: AttentionMetadata,
+    bias: torch.Tensor | None,
+    activation: str | None,
 ) -> torch.Tensor:
     """See `ops.causal_conv`."""
     outputs, blocks = [], meta.block_table[:, 0]
@@ -20,7 +25,10 @@ def causal_conv(
         before = states[block] if seq_len > len(own) else torch.zeros_like(states[block])
         inputs = torch.cat([before, own])
         taps = inputs.float().unfold(0, num_taps, 1)  # [query_len, num_channels, num_taps]
-        outputs.append(functional.silu((taps * weight.float().T).sum(-1)).to(x.dtype))
+        sums = (taps * weight.float().T).sum(-1)
+        if bias is not None:
+            sums = sums + bias.float()
+        outputs.append((sums if activation is None else functional.silu(sums)).to(x.dtype))
         states[block] = inputs[len(own) :]
     return torch.cat(outputs)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quire_kernels.registry import implementation
-from quire_kernels.routing import SIGMOID_EPSILON, Routing
+from quire_kernels.routing import Routing
 from quire_kernels.weights import PackedLinear
 
 
@@ -33,7 +33,7 @@ def route(
     if is_sigmoid:
         shares = scores.gather(1, experts)
         if routing.renormalizes:
-            shares = shares / (shares.sum(-1, keepdim=True) + SIGMOID_EPSILON)
+            shares = shares / (shares.sum(-1, keepdim=True) + routing.epsilon)
     else:
         chosen, whole = logits.gather(1, experts), logits.logsumexp(-1, keepdim=True)
         if routing.renormalizes:

@@ -11,6 +11,7 @@
 #include "head_linear.h"
 #include "logits.h"
 #include "lora.h"
+#include "mamba.h"
 #include "moe.h"
 #include "pack.h"
 #include "sampling.h"
@@ -187,17 +188,22 @@ void quire_add_lora(Type type, void* y, int64_t ldy, const void* x, int64_t ldx,
   });
 }
 
-void quire_causal_conv(Type type, const void* x, int64_t ldx, int64_t num_channels, const void* weight, int num_taps,
-                       const States* states, const Batch* batch, void* y) {
+// `bias` may be null; `activates`: 1 for SiLU, 0 for none.
+void quire_causal_conv(Type type, const void* x, int64_t ldx, int64_t num_channels, const void* weight, const void* bias,
+                       int num_taps, int activates, const States* states, const Batch* batch, void* y) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    causal_conv(static_cast<const T*>(x), ldx, num_channels, static_cast<const T*>(weight), num_taps, *states, *batch,
-                static_cast<T*>(y));
+    causal_conv(static_cast<const T*>(x), ldx, num_channels, static_cast<const T*>(weight), static_cast<const T*>(bias),
+                num_taps, activates != 0, *states, *batch, static_cast<T*>(y));
   });
 }
 
 void quire_gated_delta_rule(Type type, const DeltaRule* rule, const States* states, const Batch* batch, void* y) {
   with_type(type, [&](auto* t) { gated_delta_rule(*rule, *states, *batch, static_cast<decltype(t)>(y)); });
+}
+
+void quire_mamba2(Type type, const StateSpace* space, const States* states, const Batch* batch, float* sums, void* y) {
+  with_type(type, [&](auto* t) { mamba2(*space, *states, *batch, sums, static_cast<decltype(t)>(y)); });
 }
 
 void quire_decoder_forward(const Decoder* model, const Step* step) {
