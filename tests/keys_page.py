@@ -146,6 +146,12 @@ WITHOUT_EFFECT = {
     # split products with the same result, the sum of two other keys, layers that are not loaded, and the
     # experts of Gemma 4, which are refused by another key
     "pretraining_tp", "qk_head_dim", "num_nextn_predict_layers", "top_k_experts",
+    # Mamba-2: how fast transformers computes, what it ignores, layers that are not loaded, and the steps of
+    # weights before training; transformers also limits the steps of a prompt by time_step_min, and NVIDIA's
+    # own code does not
+    "chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep",
+    "moe_shared_expert_overlap", "residual_in_fp32", "expand", "hidden_dropout", "mtp_layers_block_type",
+    "rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor",
 }  # fmt: skip
 """Keys of transformers' text models that nothing here reads."""
 OLDER = {

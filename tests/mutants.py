@@ -261,6 +261,20 @@ _STATES = (
         ("tests/kernels/test_gated_delta.py::test_each_row_goes_on_from_its_state",),
     ),
     Mutant(
+        "Mamba-2 begins with what its block held",
+        "kernels/quire_kernels/cpu/src/mamba.h",
+        "  if (delta::begins(batch, i))\n    for (int r = 0;",
+        "  if (false)\n    for (int r = 0;",
+        ("tests/kernels/test_mamba.py::test_each_row_goes_on_from_its_state",),
+    ),
+    Mutant(
+        "a short convolution forgets its inputs",
+        "backend/quire/layers/short_conv.py",
+        ".view(x.dtype)\n",
+        ".view(x.dtype).clone()\n",
+        ("tests/unit/test_models.py::test_greedy_output_equals_transformers",),
+    ),
+    Mutant(
         "the convolution before linear attention forgets its inputs",
         "backend/quire/layers/gated_delta.py",
         "states, inputs = memory[:, : shape.rule_bytes], memory[:, shape.rule_bytes : end]",

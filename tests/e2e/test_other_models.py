@@ -52,15 +52,19 @@ def test_a_turn_of_a_chat_computes_its_new_tokens_where_layers_keep_states(
     tmp_path: Path, serve_repository: ServeRepository
 ) -> None:
     repository = tmp_path / "repository"
-    checkpoint = make_checkpoint("qwen3_5", repository / "hybrid" / "1")
-    (repository / "hybrid" / "config.pbtxt").write_text('backend: "quire"\n')
-    url = f"{serve_repository(repository).http_url}/v2/models/hybrid/generate"
-    model, history = hf_model(checkpoint), list[int]()
-    for turn in range(6):
-        question = [(7 * place + 31 * turn) % 500 + 5 for place in range(9 + 4 * turn)]
-        prompt = history + question
-        answer = ask(url, input_ids=prompt, max_tokens=12, ignore_eos=True, return_num_cached_tokens=True)
-        assert answer["output_ids"] == hf_greedy(model, prompt, 12), turn
-        assert len(prompt) - answer["num_cached_tokens"] <= len(question) + 64, "its tokens and a block"
-        history = prompt + answer["output_ids"]
-    assert answer["num_cached_tokens"] >= 64
+    families = ("qwen3_5", "nemotron_h", "lfm2")
+    for family in families:
+        make_checkpoint(family, repository / family / "1")
+        (repository / family / "config.pbtxt").write_text('backend: "quire"\n')
+    server = serve_repository(repository)
+    for family in families:
+        url = f"{server.http_url}/v2/models/{family}/generate"
+        model, history = hf_model(repository / family / "1"), list[int]()
+        for turn in range(6):
+            question = [(7 * place + 31 * turn) % 500 + 5 for place in range(9 + 4 * turn)]
+            prompt = history + question
+            answer = ask(url, input_ids=prompt, max_tokens=12, ignore_eos=True, return_num_cached_tokens=True)
+            assert answer["output_ids"] == hf_greedy(model, prompt, 12), (family, turn)
+            assert len(prompt) - answer["num_cached_tokens"] <= len(question) + 64, "its tokens and a block"
+            history = prompt + answer["output_ids"]
+        assert answer["num_cached_tokens"] >= 64

@@ -31,6 +31,7 @@ from quire_kernels.cuda.linear import why_not_pack
 from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear
 from tests.fixtures import gguf_files
 from tests.fixtures.checkpoints import (
+    DELTA_FAMILIES,
     DENSE_FAMILIES,
     FAMILIES,
     GEMMA_FAMILIES,
@@ -245,7 +246,7 @@ def test_formats_of_others_load_with_every_family(
     assert (planned(tmp_path / "llama") < 0.9) == (on_gpu != "numbers")
 
 
-@pytest.mark.parametrize("family", [*DENSE_FAMILIES, *OF_FORMATS, *MLA_FAMILIES, *HYBRID_FAMILIES])
+@pytest.mark.parametrize("family", [*DENSE_FAMILIES, *OF_FORMATS, *MLA_FAMILIES, *DELTA_FAMILIES])
 def test_other_families_load_of_the_formats_that_their_line_names(
     family: str, plain: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -255,7 +256,7 @@ def test_other_families_load_of_the_formats_that_their_line_names(
     for name in named:
         has_plain_routers = MAKERS[name].config["quant_method"] in ("gptq", "fp8")
         routers = ("gate", "shared_expert_gate") if has_plain_routers else ()
-        config, gates = MAKERS[name].config, GATES if family in HYBRID_FAMILIES else ()
+        config, gates = MAKERS[name].config, GATES if family in DELTA_FAMILIES else ()
         if gates:  # which files name, as in Qwen's own
             key = "ignore" if "ignore" in config else "modules_to_not_convert"
             names = [f"re:.*{gate}" for gate in gates] if key == "ignore" else gates

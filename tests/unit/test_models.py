@@ -107,6 +107,8 @@ GREEDY_PROMPTS = [tokens(length, seed=length) for length in (1, 7, 8, 9, 16, 30,
 @pytest.mark.row("E6", clauses=("equal",))
 @pytest.mark.row("E7", clauses=("equal",))
 @pytest.mark.row("E8", clauses=("equal",))
+@pytest.mark.row("E9", clauses=("equal",))
+@pytest.mark.row("C23", clauses=("equal",))
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunks"])
 def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: dict[str, Path]) -> None:
@@ -124,6 +126,8 @@ def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: 
 @pytest.mark.row("E6", clauses=("equal",))
 @pytest.mark.row("E7", clauses=("equal",))
 @pytest.mark.row("E8", clauses=("equal",))
+@pytest.mark.row("E9", clauses=("equal",))
+@pytest.mark.row("C23", clauses=("equal",))
 @pytest.mark.row("C16", clauses=("equal",))
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize(("chunk", "block_size"), [(None, 16), (1, 8), (7, 8)])
@@ -148,7 +152,12 @@ def test_greedy_output_equals_transformers(
 def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str, tmp_path: Path) -> None:
     """Within the stated tolerance of float32, and no worse than `transformers` in the same type."""
     # Where a token chooses another expert, all those behind it go on from another state.
-    options = {"mlp_only_layers": list(range(6))} if family == "qwen3_next" else {}
+    options: dict[str, Any] = {
+        "qwen3_next": {"mlp_only_layers": list(range(6))},
+        "lfm2_moe": {"num_dense_layers": 4},
+        "nemotron_h": {"hybrid_override_pattern": "MM-*-M-M*-"},
+        "granitemoehybrid": {"num_local_experts": 0},
+    }.get(family, {})
     path = make_checkpoint(family, tmp_path, dtype=dtype, tokenizer=False, **options)
     ids = tokens(60)
     exact = hf_logits(hf_model(path, "float32"), ids)

@@ -24,7 +24,10 @@ from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
-FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3", "qwen3_next", "qwen3_5")
+FAMILIES = (
+    *("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3", "qwen3_next", "qwen3_5"),
+    *("lfm2", "nemotron_h", "granitemoehybrid"),
+)
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 BEGINNING = random_prompts(1, longest=1, seed=7)[0] * 40
@@ -137,6 +140,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.row("C14", "B17")
+@pytest.mark.row("C23", clauses=("hits",))
 @each_way_and_family
 def test_cold_cached_chunked(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
@@ -158,6 +162,8 @@ def test_cold_cached_chunked(
 
 @pytest.mark.row("B10", clauses=("swap",))
 @pytest.mark.row("B9")
+@pytest.mark.row("C23", clauses=("preempted",))
+@pytest.mark.row("E9", clauses=("preempted",))
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @each_way_and_family
 def test_preempted(

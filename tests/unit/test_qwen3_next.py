@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5: forks, prefixes and turns of a chat through layers with a state, the size of
-blocks, and the files of both. test_models.py and test_oracle_matrix.py have them among the other families."""
+"""Forks, prefixes and turns of a chat through layers with a state; of Qwen3-Next and Qwen3.5 the size of
+blocks, and the files. test_models.py and test_oracle_matrix.py have them among the other families."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.models.registry import ARCHITECTURES, model_class
 from quire.request.sampling_params import choice_seed
 from quire.worker.kv_cache import KVLayout
 from quire_kernels.ranks import Ranks
-from tests.fixtures.checkpoints import HYBRID_FAMILIES, make_checkpoint
+from tests.fixtures.checkpoints import DELTA_FAMILIES, HYBRID_FAMILIES, make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.unit.test_oracle_matrix import GREEDY, PROMPTS, engine
 
@@ -69,6 +69,7 @@ def layout(path: Path, **cache: Any) -> KVLayout:
     return KVLayout.from_config(config, empty_model(config.model, torch.device("meta")).model)
 
 
+@pytest.mark.parametrize("path", DELTA_FAMILIES, indirect=True)
 def test_keys_of_a_block_are_as_large_as_a_state(path: Path) -> None:
     of_states = layout(path)
     state_bytes = max(group.state_bytes for group in of_states.groups)
@@ -80,6 +81,7 @@ def test_keys_of_a_block_are_as_large_as_a_state(path: Path) -> None:
     assert layout(path, block_size=8).layer_bytes == state_bytes
 
 
+@pytest.mark.parametrize("path", DELTA_FAMILIES, indirect=True)
 def test_the_engine_serves_blocks_of_that_size(path: Path) -> None:
     llm = engine(path, block_size=None, max_model_len=256)
     core = llm.core

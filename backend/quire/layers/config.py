@@ -53,6 +53,9 @@ class ExpertsConfig:
     """Whether a token's shares multiply the experts' inputs instead of their outputs."""
     shared_size: int = 0
     """Inner size of the shared expert, which computes every token; 0: there is none."""
+    latent_size: int | None = None
+    """Size of the vectors to which tokens are projected for the routed experts; None: these compute hidden
+    states. Only SquaredExperts supports it."""
 
     @classmethod
     def from_hf(

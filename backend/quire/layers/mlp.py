@@ -1,4 +1,4 @@
-"""Gated feed-forward layer."""
+"""Feed-forward layers."""
 
 from __future__ import annotations
 
@@ -35,4 +35,25 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """Maps [num_tokens, hidden_size] to the same shape."""
         out: torch.Tensor = self.down(self.gate_up(x, adapters), adapters)
+        return out
+
+
+class SquaredReLU(nn.Module):
+    """Feed-forward layer without a gate: down(relu(up(x)) ** 2) (So et al., 2021, arXiv 2109.08668).
+
+    Args:
+        config: the model's configuration.
+        inner: inner size.
+        size: size of inputs and outputs.
+    """
+
+    def __init__(self, config: DecoderConfig, inner: int, size: int) -> None:
+        super().__init__()
+        bias = config.mlp_bias
+        self.up = Linear(config, size, {"up_proj": inner}, parallel="column", bias=bias)
+        self.down = Linear(config, inner, {"down_proj": size}, parallel="row", bias=bias)
+
+    def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        """Maps [num_tokens, size] to the same shape."""
+        out: torch.Tensor = self.down(self.up(x, adapters).relu().square(), adapters)
         return out

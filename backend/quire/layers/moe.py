@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -10,10 +10,10 @@ from torch import nn
 from quire.layers.config import DecoderConfig, ExpertsConfig
 from quire.layers.context import AdapterStep
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import GatedMLP, SquaredReLU
 from quire.layers.scheme import LinearScheme
 from quire_kernels import ops
-from quire_kernels.weights import PackedExperts
+from quire_kernels.weights import PackedExperts, PackedLinear
 
 SHARED_GATE = "shared_expert_gate"
 """Name in checkpoints of the shared expert's gate."""
@@ -79,11 +79,17 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.gate = Router(config, experts, router_name)
         self.experts = nn.ModuleList(
-            GatedMLP(config, experts.intermediate_size, names) for _ in range(experts.num_experts)
+            self.make_expert(config, experts, names) for _ in range(experts.num_experts)
         )
-        self.shared_experts: GatedMLP | None = None
+        self.shared_experts: nn.Module | None = None
         if experts.routing.shared is not None:
             self.shared_experts = GatedMLP(config, experts.shared_size, names)
+
+    def make_expert(
+        self, config: DecoderConfig, experts: ExpertsConfig, names: tuple[str, str, str]
+    ) -> nn.Module:
+        """Makes a routed expert."""
+        return GatedMLP(config, experts.intermediate_size, names)
 
     def finish(self, device_type: str) -> None:
         """Joins the experts into one operator, once their layers are packed."""
@@ -104,3 +110,61 @@ class MixtureOfExperts(nn.Module):
         """Bytes of packed weights that a step with a single token does not read."""
         each = [one.packed.nbytes for one in self.experts[0].modules() if isinstance(one, Linear)]
         return (len(self.experts) - self.gate.routing.num_chosen) * sum(each)
+
+
+class SquaredUp:
+    """Up projection of an expert without a gate, with its activation: relu(up(x)) ** 2.
+
+    It has of PackedLinear what the PyTorch implementation of `moe` needs, which is the only one for experts
+    without a gate.
+    """
+
+    def __init__(self, up: PackedLinear) -> None:
+        self.up = up
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [num_tokens, in_features] to [num_tokens, inner size]."""
+        return self.up(x).relu().square()
+
+
+class SquaredExperts(MixtureOfExperts):
+    """Mixture-of-experts layer whose experts have no gate; see `SquaredReLU`.
+
+    Tokens may be projected to smaller vectors before the routed experts, and back after them. The shared
+    expert computes hidden states.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        super().__init__(config, experts)
+        size, latent = config.hidden_size, experts.latent_size
+        self.shared_experts = SquaredReLU(config, experts.shared_size, size)
+        self.to_latent: Linear | None = None
+        self.from_latent: Linear | None = None
+        if latent is not None:
+            self.to_latent = Linear(config, size, {"fc1_latent_proj": latent}, parallel=None, bias=False)
+            self.from_latent = Linear(config, latent, {"fc2_latent_proj": size}, parallel=None, bias=False)
+
+    def make_expert(
+        self, config: DecoderConfig, experts: ExpertsConfig, names: tuple[str, str, str]
+    ) -> nn.Module:
+        """See MixtureOfExperts."""
+        return SquaredReLU(config, experts.intermediate_size, experts.latent_size or config.hidden_size)
+
+    def finish(self, device_type: str) -> None:
+        """See MixtureOfExperts."""
+        experts = [expert for expert in self.experts if isinstance(expert, SquaredReLU)]
+        self.packed = ops.pack_experts(
+            [cast(PackedLinear, SquaredUp(expert.up.packed)) for expert in experts],
+            [expert.down.packed for expert in experts],
+            device_type=device_type,
+            dtype=self.gate.dtype,
+        )
+
+    def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        """See MixtureOfExperts."""
+        assert self.shared_experts is not None
+        latent = x if self.to_latent is None else self.to_latent(x)
+        routed = self.packed(latent, *self.gate(x))
+        routed = routed if self.from_latent is None else self.from_latent(routed)
+        out: torch.Tensor = routed + self.shared_experts(x)
+        return out

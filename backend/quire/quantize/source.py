@@ -59,6 +59,7 @@ class SourceCheckpoint:
             is_other
             or not issubclass(kind, DecoderModel)
             or kind.layer_class.forward is not DecoderLayer.forward
+            or kind.layer_class.make_attention is not DecoderLayer.make_attention
         ):
             raise hf.error(
                 f"{self.hf.architecture} has fused projections, or other layers than Llama's, which this "
