@@ -256,8 +256,8 @@ _STATES = (
     Mutant(
         "linear attention begins with what its block held",
         "kernels/quire_kernels/cpu/src/gated_delta.h",
-        "  if (begins(batch, i))\n    for (int r = 0;",
-        "  if (false)\n    for (int r = 0;",
+        "  if (begins(batch, i) && begin == batch.query_start_loc[i]) {",
+        "  if (false) {",
         ("tests/kernels/test_gated_delta.py::test_each_row_goes_on_from_its_state",),
     ),
     Mutant(

@@ -23,6 +23,8 @@ ROWS = [
     [(1, 5)],
     [(33, 0)],
     [(1, 1), (2, 0), (3, 4), (1, 0), (17, 1)],
+    # The kernels prepare 128 tokens of a batch at a time.
+    [(100, 2), (1, 3), (27, 0), (70, 1), (131, 0)],
 ]
 SHAPES = [(2, 4, 32, 64), (1, 1, 128, 16), (2, 2, 16, 48), (3, 6, 64, 128)]
 """(key heads, heads, size of a key, size of a value)"""
@@ -32,7 +34,7 @@ def batch(rows: list[tuple[int, int]], device: str) -> AttentionMetadata:
     """Metadata of sequences whose states lie in blocks from the last one down."""
     blocks = [[NUM_BLOCKS - 1 - index] for index in range(len(rows))]
     lens = [count for count, _ in rows]
-    return AttentionMetadata.build(lens, [sum(row) for row in rows], blocks, 64, device)
+    return AttentionMetadata.build(lens, [sum(row) for row in rows], blocks, 256, device)
 
 
 @dataclass
@@ -147,6 +149,22 @@ def test_each_row_goes_on_from_its_state(
         assert bool(case.memory[: NUM_BLOCKS - len(rows)].isnan().all())
 
 
+@pytest.mark.parametrize(("name", "device", "dtype"), RULES)
+def test_a_state_may_decay_to_nothing(name: str, device: str, dtype: torch.dtype) -> None:
+    """Decays from almost 1 to exactly 0 in one sequence."""
+    rows = [(40, 3)]
+    case = make_case(rows, (1, 2, 32, 48), dtype, device)
+    case = replace(case, log_decay=torch.full_like(case.log_decay, 4), gates=case.gates * 6)
+    speed = case.log_decay[0].exp() * torch.log1p((case.gates[:, :2].float() + case.step_bias).exp())
+    assert speed.max() > 200 and speed.min() < 0.01
+    output, states = case.expected(rows)
+    with forced("gated_delta_rule", name):
+        got = case.rule(batch(rows, device))
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got.double().cpu(), output, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(case.states[NUM_BLOCKS - 1].double().cpu(), states[0], atol=5e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "device", "dtype"), CONVOLUTIONS)
 @pytest.mark.parametrize("num_taps", [2, 4])
 def test_a_convolution_goes_on_from_its_last_inputs(
@@ -182,12 +200,12 @@ NATIVE = [one for one in RULES if one.values[0] != "reference"]
 
 @pytest.mark.parametrize(("name", "device", "dtype"), NATIVE)
 def test_a_token_does_not_depend_on_its_chunk(name: str, device: str, dtype: torch.dtype) -> None:
-    """Output and state, to the last bit: whole, in halves, token by token, and beside others."""
-    count, shape = 24, (2, 4, 32, 80)
+    """Output and state, to the last bit: whole, in pieces, token by token, and beside others."""
+    count, shape = 150, (2, 4, 32, 80)
     whole = make_case([(count, 0)], shape, dtype, device)
     with forced("gated_delta_rule", name):
         expected = whole.rule(batch([(count, 0)], device))
-        for cuts in ([12], [1, 2], list(range(1, count))):
+        for cuts in ([75], [1, 2], [7, 55], [128], list(range(1, count))):
             case = replace(whole, memory=torch.full_like(whole.memory, torch.nan))
             outputs = [
                 case.rule(batch([(stop - start, start)], device), slice(start, stop))

@@ -3,9 +3,12 @@
 //
 // Both go over a sequence's tokens one by one, whatever chunk they arrive in, so a token's bits do not depend on its chunk.
 // Tasks are (sequence, columns): columns of a state do not depend on each other, and few enough of them stay in the
-// first-level cache while all tokens of a row pass.
+// first-level cache while the tokens of a row pass. A pass over them applies a token and reads what the next one asks for:
+// four operations, a load and a store for each number of a state. A scan over chunks would form products of matrices, three
+// operations for each number and those within the chunk, but its sums would depend on where chunks begin.
 #pragma once
 
+#include "gemm.h"
 #include "layout.h"
 #include "pool.h"
 #include "simd.h"
@@ -21,7 +24,10 @@ struct States {
 namespace delta {
 
 constexpr int max_key_dim = 256;
-constexpr int conv_vectors = 4, state_vectors = 4;
+constexpr int conv_channels = 256;  // of a task
+constexpr int state_vectors = 4;  // of columns, of a task: 16 or 32 KiB of a state with 128 rows
+constexpr int rows_ahead = 24;    // of a state: asked for before they are read
+constexpr int max_tokens = 128;   // whose operands are computed ahead: 128 KiB of a key head of 128
 
 inline bool begins(const Batch& batch, int64_t i) {
   return batch.seq_lens[i] == batch.query_start_loc[i + 1] - batch.query_start_loc[i];
@@ -32,6 +38,18 @@ T* state_of(const States& states, const Batch& batch, int64_t i) {
   return static_cast<T*>(states.data) + batch.block_table[i * batch.block_table_stride] * states.block_stride;
 }
 
+// y of tokens [t, t + N), for `width` channels from c on. input(t) is the row of token t.
+template <int N, class T, class Input>
+inline void convolve(Input&& input, int64_t t, int64_t c, int64_t num_channels, const T* weight, int num_taps, T* y) {
+  vec total[N];
+  for (int n = 0; n < N; ++n) total[n] = zero();
+  for (int j = 0; j < num_taps; ++j) {
+    const vec factor = load(weight + j * num_channels + c);
+    for (int n = 0; n < N; ++n) total[n] = fma(load(input(t + n - num_taps + 1 + j) + c), factor, total[n]);
+  }
+  for (int n = 0; n < N; ++n) store(y + (t + n) * num_channels + c, mul(total[n], sigmoid(total[n])));
+}
+
 }  // namespace delta
 
 // y[t][c] = silu(sum of weight[j][c] * input t - (num_taps - 1) + j); states hold the last num_taps - 1 inputs,
@@ -39,7 +57,8 @@ T* state_of(const States& states, const Batch& batch, int64_t i) {
 template <class T>
 void causal_conv(const T* x, int64_t ldx, int64_t num_channels, const T* weight, int num_taps, const States& states,
                  const Batch& batch, T* y) {
-  constexpr int64_t step = delta::conv_vectors * width;
+  constexpr int64_t step = delta::conv_channels;
+  constexpr int together = 8;  // tokens
   const int64_t num_pieces = (num_channels + step - 1) / step, num_kept = num_taps - 1;
   parallel_for(batch.num_seqs * num_pieces, 1, [&](int64_t task) {
     const int64_t i = task / num_pieces, first = task % num_pieces * step, stop = std::min(num_channels, first + step);
@@ -49,13 +68,18 @@ void causal_conv(const T* x, int64_t ldx, int64_t num_channels, const T* weight,
       for (int64_t t = 0; t < num_kept; ++t) std::memset(kept + t * num_channels + first, 0, (stop - first) * sizeof(T));
     // Input t of the row; those before it are kept ones.
     auto input = [&](int64_t t) { return t < 0 ? kept + (num_kept + t) * num_channels : x + (begin + t) * ldx; };
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t c = first; c < stop; c += width) {
-        vec total = zero();
-        for (int64_t j = 0; j < num_taps; ++j)
-          total = fma(load(input(t - num_kept + j) + c), load(weight + j * num_channels + c), total);
-        store(y + (begin + t) * num_channels + c, mul(total, sigmoid(total)));
-      }
+    auto own = [&](int64_t t) { return x + (begin + t) * ldx; };
+    T* to = y + begin * num_channels;
+    int64_t t = 0;
+    auto convolve_one = [&] {
+      for (int64_t c = first; c < stop; c += width) delta::convolve<1>(input, t, c, num_channels, weight, num_taps, to);
+      ++t;
+    };
+    while (t < std::min(num_kept, count)) convolve_one();
+    for (; t + together <= count; t += together)
+      for (int64_t c = first; c < stop; c += width)
+        delta::convolve<together>(own, t, c, num_channels, weight, num_taps, to);
+    while (t < count) convolve_one();
     // Ascending: what is read lies behind what is written.
     for (int64_t j = 0; j < num_kept; ++j)
       std::memmove(kept + j * num_channels + first, input(count - num_kept + j) + first, (stop - first) * sizeof(T));
@@ -73,6 +97,14 @@ struct DeltaRule {
 
 namespace delta {
 
+// What tokens [begin, end) of a batch bring to the states.
+struct Operands {
+  float* rows;     // [num_key_heads][max_tokens][2][key_dim]: the key with length 1, then the query with length 1 / sqrt(key_dim)
+  float* overlap;  // [num_key_heads][max_tokens]: key times query
+  float* gates;    // [num_heads][max_tokens][2]: decay, rate
+  int64_t begin, end;
+};
+
 // to = x / |x| * scale
 template <class T>
 void normalise(const T* x, int size, float scale, float* to) {
@@ -85,50 +117,111 @@ void normalise(const T* x, int size, float scale, float* to) {
   for (int i = 0; i < size; i += width) store(to + i, mul(load(x + i), factor));
 }
 
-// Columns [first, first + N vectors) of a head's state over all tokens of a sequence.
-template <int N, class T>
-void scan(const DeltaRule& rule, const Batch& batch, int64_t i, int64_t head, int64_t first, float* state, T* y) {
-  alignas(64) float query[max_key_dim], key[max_key_dim];
-  const int key_dim = rule.key_dim, value_dim = rule.value_dim;
-  const int64_t key_place = head / (rule.num_heads / rule.num_key_heads) * key_dim;
-  const int64_t place = head * value_dim + first;
-  const float speed = std::exp(rule.log_decay[head]), bias = rule.step_bias[head];
-  const float scale = 1.0f / std::sqrt(float(key_dim));
-  float* columns = state + head * key_dim * value_dim + first;
-  if (begins(batch, i))
-    for (int r = 0; r < key_dim; ++r)
-      for (int v = 0; v < N; ++v) store(columns + int64_t(r) * value_dim + v * width, zero());
-  for (int64_t t = batch.query_start_loc[i]; t < batch.query_start_loc[i + 1]; ++t) {
-    normalise(static_cast<const T*>(rule.query) + t * rule.query_stride + key_place, key_dim, scale, query);
-    normalise(static_cast<const T*>(rule.key) + t * rule.key_stride + key_place, key_dim, 1.0f, key);
-    const float step = to_float(static_cast<const T*>(rule.a)[t * rule.a_stride + head]) + bias;
+template <class T>
+void prepare(const DeltaRule& rule, const Operands& operands, int64_t t, int64_t key_head) {
+  const int key_dim = rule.key_dim;
+  const int64_t place = key_head * max_tokens + t - operands.begin, group = rule.num_heads / rule.num_key_heads;
+  float *key = operands.rows + place * 2 * key_dim, *query = key + key_dim;
+  normalise(static_cast<const T*>(rule.key) + t * rule.key_stride + key_head * key_dim, key_dim, 1.0f, key);
+  normalise(static_cast<const T*>(rule.query) + t * rule.query_stride + key_head * key_dim, key_dim,
+            1.0f / std::sqrt(float(key_dim)), query);
+  vec products = zero();
+  for (int r = 0; r < key_dim; r += width) products = fma(load(key + r), load(query + r), products);
+  operands.overlap[place] = sum(products);
+  for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
+    const float step = to_float(static_cast<const T*>(rule.a)[t * rule.a_stride + head]) + rule.step_bias[head];
     const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
-    const float decay = std::exp(-speed * softplus);
-    const float rate = 1.0f / (1.0f + std::exp(-to_float(static_cast<const T*>(rule.b)[t * rule.b_stride + head])));
-    // The state after the token is decay * S + key x delta, so one pass over S gives what the keys find in it and what the
-    // query does, and a second one changes it.
-    vec found[N], asked[N], delta[N];
-    for (int v = 0; v < N; ++v) found[v] = asked[v] = zero();
-    for (int r = 0; r < key_dim; ++r)
+    float* gates = operands.gates + (head * max_tokens + t - operands.begin) * 2;
+    gates[0] = std::exp(-std::exp(rule.log_decay[head]) * softplus);
+    gates[1] = 1.0f / (1.0f + std::exp(-to_float(static_cast<const T*>(rule.b)[t * rule.b_stride + head])));
+  }
+}
+
+// What a token's key and its query find in N vectors of columns of a state, and what the token changes them by.
+template <int N>
+struct Token {
+  vec found[N], asked[N], change[N];
+};
+
+// Goes over N vectors of columns of a state, from one place to another: applies a token (CHANGES), whose key and decay are
+// `key` and `decay`, and reads the result for the next one (READS), whose key and query lie at `next`. Sums are of every
+// `ways`th row, as more additions in a row would wait for each other.
+template <int N, bool CHANGES, bool READS>
+inline void pass(const float* from, int64_t from_stride, float* to, int64_t to_stride, int key_dim, const float* key,
+                 float decay, const float* next, Token<N>& token) {
+  constexpr int ways = width == 16 ? 2 : 1;
+  const vec kept = splat(decay);
+  vec found[ways][N], asked[ways][N], change[N];
+  for (int v = 0; v < N; ++v) {
+    change[v] = token.change[v];
+    for (int w = 0; w < ways; ++w) found[w][v] = asked[w][v] = zero();
+  }
+  for (int r = 0; r < key_dim; r += ways, from += ways * from_stride, to += ways * to_stride)
+#pragma GCC unroll 2
+    for (int w = 0; w < ways; ++w)
+#pragma GCC unroll 4
       for (int v = 0; v < N; ++v) {
-        const vec s = load(columns + int64_t(r) * value_dim + v * width);
-        found[v] = fma(s, splat(key[r]), found[v]);
-        asked[v] = fma(s, splat(query[r]), asked[v]);
+        const float* place = from + w * from_stride + v * width;
+        if constexpr (!CHANGES)
+          _mm_prefetch(reinterpret_cast<const char*>(place + rows_ahead * from_stride), _MM_HINT_T0);
+        vec s = load(place);
+        if constexpr (CHANGES) s = fma(splat(key[r + w]), change[v], mul(kept, s));
+        store(to + w * to_stride + v * width, s);
+        if constexpr (READS) {
+          found[w][v] = fma(s, splat(next[r + w]), found[w][v]);
+          asked[w][v] = fma(s, splat(next[key_dim + r + w]), asked[w][v]);
+        }
       }
-    vec products = zero();
-    for (int r = 0; r < key_dim; r += width) products = fma(load(key + r), load(query + r), products);
-    const vec overlap = splat(sum(products)), kept = splat(decay);
-    const T* value = static_cast<const T*>(rule.value) + t * rule.value_stride + place;
-    T* out = y + t * rule.num_heads * value_dim + place;
+  for (int v = 0; v < N; ++v) {
+    token.found[v] = ways == 1 ? found[0][v] : add(found[0][v], found[ways - 1][v]);
+    token.asked[v] = ways == 1 ? asked[0][v] : add(asked[0][v], asked[ways - 1][v]);
+  }
+}
+
+// Columns [first, first + N vectors) of a head's state over tokens [begin, end) of sequence i. Meanwhile the columns lie
+// together, as rows of a state share few sets of the first-level cache; a single token changes them where they are.
+template <int N, class T>
+void scan(const DeltaRule& rule, const Operands& operands, const Batch& batch, int64_t i, int64_t begin, int64_t end,
+          int64_t head, int64_t first, float* state, T* y) {
+  const FlushSubnormals flush;
+  alignas(64) float columns[max_key_dim * N * width];
+  const int key_dim = rule.key_dim;
+  const int64_t key_head = head / (rule.num_heads / rule.num_key_heads);
+  const float* key = operands.rows + (key_head * max_tokens + begin - operands.begin) * 2 * key_dim;
+  const float* overlap = operands.overlap + key_head * max_tokens - operands.begin;
+  const float* gates = operands.gates + (head * max_tokens - operands.begin) * 2;
+  const T* value = static_cast<const T*>(rule.value) + begin * rule.value_stride + head * rule.value_dim + first;
+  T* out = y + (begin * rule.num_heads + head) * rule.value_dim + first;
+  state += head * key_dim * rule.value_dim + first;
+  Token<N> token;
+  for (int v = 0; v < N; ++v) token.found[v] = token.asked[v] = token.change[v] = zero();
+  const bool is_single = end == begin + 1;
+  float* place = is_single ? state : columns;
+  const int64_t stride = is_single ? rule.value_dim : N * width;
+  if (begins(batch, i) && begin == batch.query_start_loc[i]) {
+    for (int r = 0; r < key_dim; ++r)
+      for (int v = 0; v < N; ++v) store(place + r * stride + v * width, zero());
+  } else {
+    pass<N, false, true>(state, rule.value_dim, place, stride, key_dim, nullptr, 1, key, token);
+  }
+  for (int64_t t = begin; t < end; ++t, key += 2 * key_dim) {
+    const float decay = gates[2 * t], rate = gates[2 * t + 1];
+    const vec kept = splat(decay);
     for (int v = 0; v < N; ++v) {
-      delta[v] = mul(sub(load(value + v * width), mul(kept, found[v])), splat(rate));
-      store(out + v * width, fma(overlap, delta[v], mul(kept, asked[v])));
+      token.change[v] = mul(sub(load(value + v * width), mul(kept, token.found[v])), splat(rate));
+      store(out + v * width, fma(splat(overlap[t]), token.change[v], mul(kept, token.asked[v])));
     }
-    for (int r = 0; r < key_dim; ++r)
-      for (int v = 0; v < N; ++v) {
-        float* s = columns + int64_t(r) * value_dim + v * width;
-        store(s, fma(splat(key[r]), delta[v], mul(kept, load(s))));
+    value += rule.value_stride, out += rule.num_heads * rule.value_dim;
+    if (t + 1 < end) {
+      // Lines that are written, too: while the processor waits for one, the stores behind it wait.
+      for (size_t byte = 0; byte < N * width * sizeof(T); byte += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(value) + byte, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(out) + byte, _MM_HINT_T0);
       }
+      pass<N, true, true>(place, stride, place, stride, key_dim, key, decay, key + 2 * key_dim, token);
+    } else {
+      pass<N, true, false>(place, stride, state, rule.value_dim, key_dim, key, decay, nullptr, token);
+    }
   }
 }
 
@@ -137,17 +230,38 @@ void scan(const DeltaRule& rule, const Batch& batch, int64_t i, int64_t head, in
 // States are float32 [num_heads][key_dim][value_dim], y is [num_tokens][num_heads][value_dim].
 template <class T>
 void gated_delta_rule(const DeltaRule& rule, const States& states, const Batch& batch, T* y) {
+  struct Memory;
+  using delta::max_tokens;
   constexpr int64_t step = delta::state_vectors * width;
   const int64_t num_pieces = (rule.value_dim + step - 1) / step, each = rule.num_heads * num_pieces;
-  parallel_for(batch.num_seqs * each, 1, [&](int64_t task) {
-    const int64_t i = task / each, head = task % each / num_pieces, first = task % num_pieces * step;
-    float* state = delta::state_of<float>(states, batch, i);
-    if (first + step <= rule.value_dim) {
-      delta::scan<delta::state_vectors>(rule, batch, i, head, first, state, y);
-    } else {
-      for (int64_t c = first; c < rule.value_dim; c += width) delta::scan<1>(rule, batch, i, head, c, state, y);
-    }
-  });
+  const int64_t num_rows = rule.num_key_heads * max_tokens;
+  delta::Operands operands;
+  operands.rows = scratch<Memory, float>(num_rows * (2 * rule.key_dim + 1) + rule.num_heads * max_tokens * 2);
+  operands.overlap = operands.rows + num_rows * 2 * rule.key_dim;
+  operands.gates = operands.overlap + num_rows;
+  int64_t row = 0;
+  for (int64_t begin = 0; begin < batch.num_tokens; begin = operands.end) {
+    const int64_t end = std::min<int64_t>(begin + max_tokens, batch.num_tokens);
+    operands.begin = begin, operands.end = end;
+    parallel_for(end - begin, 1, [&](int64_t token) {
+      for (int64_t head = 0; head < rule.num_key_heads; ++head) delta::prepare<T>(rule, operands, begin + token, head);
+    });
+    while (batch.query_start_loc[row + 1] <= begin) ++row;
+    int64_t last = row;
+    while (batch.query_start_loc[last + 1] < end) ++last;
+    parallel_for((last + 1 - row) * each, 1, [&](int64_t task) {
+      const int64_t i = row + task / each, head = task % each / num_pieces, first = task % num_pieces * step;
+      const int64_t from = std::max<int64_t>(begin, batch.query_start_loc[i]);
+      const int64_t to = std::min<int64_t>(end, batch.query_start_loc[i + 1]);
+      float* state = delta::state_of<float>(states, batch, i);
+      if (first + step <= rule.value_dim) {
+        delta::scan<delta::state_vectors>(rule, operands, batch, i, from, to, head, first, state, y);
+      } else {
+        for (int64_t c = first; c < rule.value_dim; c += width)
+          delta::scan<1>(rule, operands, batch, i, from, to, head, c, state, y);
+      }
+    });
+  }
 }
 
 }  // namespace quire
