@@ -232,6 +232,26 @@ def add_rms_norm(
     return out
 
 
+def gated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor) -> torch.Tensor:
+    """Computes rms_norm(x) * silu(gate), as linear attention has it behind the gated delta rule.
+
+    The norm is rounded to x's type, and so is the product, which is float32.
+
+    Args:
+        x: [num_tokens, num_heads, size]; each head is normalised.
+        weight: [size] in x's type, or float32: then it multiplies before the norm is rounded.
+        eps: epsilon of the norm.
+        gate: [num_tokens, num_heads * size] in x's type; rows may have any stride.
+
+    Returns:
+        [num_tokens, num_heads * size] in x's type.
+    """
+    assert gate.shape == (x.shape[0], x.shape[1] * x.shape[2]) and gate.dtype == x.dtype, gate.shape
+    function = registry.select("gated_norm", x.device.type, x.dtype, size=x.shape[2])
+    out: torch.Tensor = function(x, weight, eps, gate)
+    return out
+
+
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Applies rotary embedding to the pairs (i, i + rotary_dim / 2).
 

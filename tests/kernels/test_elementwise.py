@@ -42,6 +42,20 @@ def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, 
     close(normed, formula(total), dtype)
 
 
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gated_norm", DTYPES))
+@pytest.mark.parametrize("shape", [(1, 2, 64), (7, 3, 128)])
+def test_gated_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = 3 * draw(*shape, dtype=dtype, device=device)
+    # Rows of a wider matrix, as a projection's output has them.
+    gate = 2 * draw(shape[0], shape[1] * shape[2] + 5, dtype=dtype, device=device, seed=2)[:, :-5]
+    for weight_type in {dtype, torch.float32}:
+        weight = draw(shape[-1], dtype=weight_type, device=device, seed=1)
+        wide, by = x.double(), gate.double()
+        normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        with forced("gated_norm", name):
+            close(ops.gated_norm(x, weight, 1e-5, gate), normed.flatten(1) * by / (1 + (-by).exp()), dtype)
+
+
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rope", DTYPES))
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 16), (128, 128), (128, 64)])
 def test_rope_rotates_pairs_and_keeps_the_rest(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from quire.layers.config import DecoderConfig
 from quire.layers.context import AdapterStep, LayerContext
@@ -174,8 +173,8 @@ class GatedDeltaNet(nn.Module):
             states.view(torch.float32).unflatten(1, (shape.num_heads, shape.key_dim, shape.value_dim)),
             meta,
         )
-        gated = self.norm(attended).flatten(1).float() * functional.silu(z.float())
-        out: torch.Tensor = self.out(gated.to(x.dtype), context.adapters)
+        gated = ops.gated_norm(attended, self.norm.weight, self.norm.eps, z)
+        out: torch.Tensor = self.out(gated, context.adapters)
         return out
 
     def _project(self, x: torch.Tensor, adapters: AdapterStep | None) -> tuple[torch.Tensor, ...]:
@@ -189,6 +188,8 @@ class GatedDeltaNet(nn.Module):
             [shape.key_dim, shape.key_dim, shared, shared], 2
         )
         b, a = gates.unflatten(1, (shape.num_key_heads, -1)).chunk(2, 2)
-        return torch.cat([part.flatten(1) for part in (query, key, value)], 1), *(
-            part.flatten(1) for part in (z, b, a)
-        )
+        mixed = y.new_empty((len(y), shape.num_channels))
+        places = mixed.split([shape.key_size, shape.key_size, shape.value_size], 1)
+        for place, part in zip(places, (query, key, value), strict=True):
+            place.unflatten(1, (shape.num_key_heads, -1)).copy_(part)
+        return mixed, *(part.flatten(1) for part in (z, b, a))

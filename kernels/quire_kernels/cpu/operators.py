@@ -75,6 +75,31 @@ def rms_norm(
     return out.view(x.shape), x if total is None else total.view(x.shape)
 
 
+def gated_norm(
+    isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor
+) -> torch.Tensor:
+    """See `ops.gated_norm`."""
+    num_tokens, num_heads, size = x.shape
+    x = x.contiguous()
+    if gate.stride(1) != 1:
+        gate = gate.contiguous()
+    out = torch.empty((num_tokens, num_heads * size), dtype=x.dtype)
+    _kernels(isa).quire_gated_norm(
+        TYPES[x.dtype],
+        TYPES[weight.dtype],
+        x.data_ptr(),
+        gate.data_ptr(),
+        gate.stride(0),
+        weight.data_ptr(),
+        eps,
+        size,
+        num_heads,
+        out.data_ptr(),
+        num_tokens,
+    )
+    return out
+
+
 def rope(isa: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See `ops.rope`."""
     num_tokens, num_heads, head_dim = x.shape
@@ -416,6 +441,7 @@ def _why_not(isa: str, shapes: Callable[..., str | None], **facts: Any) -> str |
 
 _OPERATORS = (
     ("rms_norm", rms_norm, _in_vectors("size")),
+    ("gated_norm", gated_norm, _in_vectors("size")),
     ("rope", rope, _in_vectors("head_dim")),
     ("write_kv", write_kv, _in_vectors("head_dim")),
     ("gate_mul", gate_mul, _in_vectors("size")),

@@ -23,6 +23,13 @@ def rms_norm(
     return weight * scaled.to(x.dtype), x
 
 
+@implementation("gated_norm", "reference")
+def gated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor) -> torch.Tensor:
+    """See `ops.gated_norm`."""
+    normed = rms_norm(x.to(weight.dtype), weight, eps, None)[0].to(x.dtype)
+    return (normed.flatten(1).float() * F.silu(gate.float())).to(x.dtype)
+
+
 @implementation("rope", "reference")
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See `ops.rope`."""

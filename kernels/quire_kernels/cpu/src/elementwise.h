@@ -45,6 +45,23 @@ void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const W* w
   });
 }
 
+// y = rms_norm of each head of x, times silu(gate); the norm is rounded to T first. x and y are [num_tokens][num_heads][size].
+template <class T, class W>
+void gated_norm(const T* x, const T* gate, int64_t gate_stride, const W* weight, float eps, int size, int num_heads, T* y,
+                int num_tokens) {
+  parallel_for(num_tokens, 4096 / (size * num_heads), [&](int64_t token) {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const T* by = gate + token * gate_stride + head * size;
+      const int64_t place = (token * num_heads + head) * size;
+      rms_norm<T, W>(x + place, nullptr, weight, eps, size, {y + place, 0, 32});
+      for (int i = 0; i < size; i += width) {
+        const vec factor = load(by + i);
+        store(y + place + i, mul(load(y + place + i), mul(factor, sigmoid(factor))));
+      }
+    }
+  });
+}
+
 // residual = x + residual, where there is one; y is the sum.
 template <class T>
 void add_rows(const T* x, T* residual, int size, const Matrix<T>& y, int num_rows) {

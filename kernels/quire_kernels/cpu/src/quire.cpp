@@ -96,6 +96,18 @@ void quire_rms_norm(Type type, const void* x, int64_t ldx, void* residual, const
   });
 }
 
+void quire_gated_norm(Type type, Type weight_type, const void* x, const void* gate, int64_t gate_stride, const void* weight,
+                      float eps, int size, int num_heads, void* y, int num_tokens) {
+  with_type(type, [&](auto* t) {
+    with_type(weight_type, [&](auto* w) {
+      using T = std::remove_pointer_t<decltype(t)>;
+      using W = std::remove_pointer_t<decltype(w)>;
+      gated_norm(static_cast<const T*>(x), static_cast<const T*>(gate), gate_stride, static_cast<const W*>(weight), eps, size,
+                 num_heads, static_cast<T*>(y), num_tokens);
+    });
+  });
+}
+
 void quire_rope(Type type, const void* x, int64_t stride, int64_t head_stride, const float* cosines,
                 const float* sines, int half, int num_heads, int head_dim, void* y, int num_tokens) {
   with_type(type, [&](auto* t) {
