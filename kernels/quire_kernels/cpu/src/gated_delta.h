@@ -144,38 +144,27 @@ struct Token {
 };
 
 // Goes over N vectors of columns of a state, from one place to another: applies a token (CHANGES), whose key and decay are
-// `key` and `decay`, and reads the result for the next one (READS), whose key and query lie at `next`. Sums are of every
-// `ways`th row, as more additions in a row would wait for each other.
+// `key` and `decay`, and reads the result for the next one (READS), whose key and query lie at `next`.
 template <int N, bool CHANGES, bool READS>
 inline void pass(const float* from, int64_t from_stride, float* to, int64_t to_stride, int key_dim, const float* key,
                  float decay, const float* next, Token<N>& token) {
-  constexpr int ways = width == 16 ? 2 : 1;
   const vec kept = splat(decay);
-  vec found[ways][N], asked[ways][N], change[N];
-  for (int v = 0; v < N; ++v) {
-    change[v] = token.change[v];
-    for (int w = 0; w < ways; ++w) found[w][v] = asked[w][v] = zero();
-  }
-  for (int r = 0; r < key_dim; r += ways, from += ways * from_stride, to += ways * to_stride)
-#pragma GCC unroll 2
-    for (int w = 0; w < ways; ++w)
+  Token<N> sums;
+  for (int v = 0; v < N; ++v) sums.found[v] = sums.asked[v] = zero(), sums.change[v] = token.change[v];
+  for (int r = 0; r < key_dim; ++r, from += from_stride, to += to_stride)
 #pragma GCC unroll 4
-      for (int v = 0; v < N; ++v) {
-        const float* place = from + w * from_stride + v * width;
-        if constexpr (!CHANGES)
-          _mm_prefetch(reinterpret_cast<const char*>(place + rows_ahead * from_stride), _MM_HINT_T0);
-        vec s = load(place);
-        if constexpr (CHANGES) s = fma(splat(key[r + w]), change[v], mul(kept, s));
-        store(to + w * to_stride + v * width, s);
-        if constexpr (READS) {
-          found[w][v] = fma(s, splat(next[r + w]), found[w][v]);
-          asked[w][v] = fma(s, splat(next[key_dim + r + w]), asked[w][v]);
-        }
+    for (int v = 0; v < N; ++v) {
+      if constexpr (!CHANGES)
+        _mm_prefetch(reinterpret_cast<const char*>(from + rows_ahead * from_stride + v * width), _MM_HINT_T0);
+      vec s = load(from + v * width);
+      if constexpr (CHANGES) s = fma(splat(key[r]), sums.change[v], mul(kept, s));
+      store(to + v * width, s);
+      if constexpr (READS) {
+        sums.found[v] = fma(s, splat(next[r]), sums.found[v]);
+        sums.asked[v] = fma(s, splat(next[key_dim + r]), sums.asked[v]);
       }
-  for (int v = 0; v < N; ++v) {
-    token.found[v] = ways == 1 ? found[0][v] : add(found[0][v], found[ways - 1][v]);
-    token.asked[v] = ways == 1 ? asked[0][v] : add(asked[0][v], asked[ways - 1][v]);
-  }
+    }
+  token = sums;
 }
 
 // Columns [first, first + N vectors) of a head's state over tokens [begin, end) of sequence i. Meanwhile the columns lie
