@@ -41,7 +41,8 @@ class Scrape:
 
     @classmethod
     def fetch(cls, url: str, timeout_s: float = 10.0) -> Scrape:
-        """Fetches a scrape; raises OSError if there is no answer.
+        """Fetches a scrape. Raises OSError if there is no answer; HTTPException or ValueError if the answer
+        is not HTTP, or the URL is malformed.
 
         Args:
             url: the URL of the metrics, or HOST:PORT.

@@ -61,7 +61,8 @@ class Cancelled(QuireClientError):
 
 
 class DeadlineExceeded(QuireClientError):
-    """The request did not end within its timeout; it has been cancelled on the server."""
+    """The request did not end within its timeout or deadline. If it was sent, it is cancelled on the
+    server."""
 
     code = "DEADLINE_EXCEEDED"
 

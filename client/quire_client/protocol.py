@@ -497,7 +497,8 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
     For k above 1 their token ids are left out, because they cannot be assigned to the texts.
 
     Raises:
-        ProtocolError: an output's data do not match its datatype and shape, or `logprobs` is not JSON.
+        ProtocolError: an output's data do not match its datatype and shape, or an output that holds JSON
+            (`logprobs`, `prompt_logprobs`, `tool_calls`, `timing`) is malformed.
     """
     parameters = response.parameters
     final = parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in parameters else None

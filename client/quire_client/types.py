@@ -240,7 +240,7 @@ class ModelInfo:
     kind: str = ""
     """`ensemble`, the backend's name (`quire`, `python` ...), or empty when the server does not tell."""
     decoupled: bool | None = None
-    """Whether the model may stream; None if unknown."""
+    """Whether the model may stream; None if unknown, as for an ensemble."""
 
 
 def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chunk]) -> Result:

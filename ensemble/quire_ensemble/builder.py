@@ -13,7 +13,8 @@ and for a vision-language checkpoint, instead of the last three,
     OUT/vision_chat/config.pbtxt                               ensemble of the two and generator
     OUT/vision_chat_unary/config.pbtxt                         ensemble of the two and generator_unary
 
-The repository's own `model_repository/` is this builder's output for the demo checkpoint.
+With placement `path` the checkpoint stays where it is. The repository's own `model_repository/` is this
+builder's output for the demo checkpoint.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def build_repository(
         instance_count: frontends of the streaming generator (all serve one engine).
         placement: how the checkpoint gets into the repository: a symbolic link, a copy, or only its absolute
             path in the configuration.
-        engine_options: keys of quire.json; the engine checks them when it loads.
+        engine_options: keys of quire.json, except `model`; the engine checks them when it loads.
         generator_name: name of the generator, for a repository that already holds another one.
         force: overwrite files of models that exist.
 
@@ -193,7 +194,7 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         BuildError: the checkpoint is neither a directory nor a .gguf file, its config.json is missing or
-            broken, or it has no tokenizer.
+            broken or states no architectures, or it has no tokenizer.
     """
     if checkpoint.is_file() and checkpoint.suffix == ".gguf":
         if "tokenizer.ggml.model" not in _open_gguf(checkpoint).metadata:

@@ -5,7 +5,8 @@ builder renders `config.pbtxt` files from them. Imports nothing but the standard
 Triton's short-lived auto-complete stub.
 
 Conventions: `max_batch_size` is 0, so `dims` are the whole shape (but see `inputs_of`); -1 is a free
-dimension. Every input is optional for Triton; that exactly one prompt source is given is checked per request.
+dimension. Every input is optional for Triton; that exactly one prompt source is given (none with `cancel` or
+`cache_control`) is checked per request.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PROMPT_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Prompt as token ids, taken as they are."),
     TensorSpec("prompt_embeds", "TYPE_FP32", (-1, -1), doc="Prompt as embeddings, a row for each token."),
 )
-"""Prompt sources; a request carries exactly one."""
+"""Prompt sources; a request to generate or embed carries exactly one."""
 
 ONE_TEXT_INPUTS: tuple[TensorSpec, ...] = tuple(
     replace(spec, dims=(1,), doc=spec.doc.replace("Prompts", "Prompt"))

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 
 class MemoryGate:
-    """Admits threads in the order of arrival, each when enough of the capacity is free."""
+    """Admits threads one after the other, each when enough of the capacity is free. No thread overtakes the
+    one whose turn it is, so a thread that needs much is not starved by those that need little."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

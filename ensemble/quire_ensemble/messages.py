@@ -65,7 +65,9 @@ def parse_conversation(
     Args:
         raw: the JSON text.
         allow_images: whether content may hold image parts (see `split_images`).
-        max_bytes: most bytes of the JSON text. Raises:
+        max_bytes: most bytes of the JSON text.
+
+    Raises:
         InputError: the text is too long, not UTF-8 or not JSON (with the position), nested too deeply, or a
             value has the wrong shape (with its path).
     """
@@ -247,7 +249,8 @@ def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool)
     template reads.
 
     Clients of OpenAI's interface send arguments as JSON text, but most templates expect an object and write
-    its JSON. A text that holds no JSON object stays a text. An empty text becomes an empty object.
+    its JSON. For a template that reads objects, an empty text becomes an empty object, and any other text
+    that holds no JSON object stays a text.
 
     Args:
         as_text: whether the template reads JSON text; False: it reads an object.
@@ -280,7 +283,7 @@ def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool)
 def without_empty_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns copies of messages without `tool_calls` keys that are empty lists.
 
-    Chat templates test only whether the key exists, so an empty list would look like a call.
+    Many chat templates test only whether the key exists, so an empty list would look like a call.
     """
     return [
         {key: value for key, value in message.items() if (key, value) != ("tool_calls", [])}

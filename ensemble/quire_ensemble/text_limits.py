@@ -50,7 +50,9 @@ class TextLimits:
 
 
 def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
-    """Returns the limits that a model's parameters state. By default, `max_model_len` is the checkpoint's.
+    """Returns the limits that a model's parameters state. By default, `max_model_len` is
+    `max_position_embeddings` of the checkpoint's config.json; without one (as for a .gguf file) there is no
+    limit.
 
     Raises:
         ParameterError: a value is no integer of at least 1.
@@ -61,7 +63,7 @@ def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
 
 def _longest_sequence(checkpoint: Path) -> int | None:
     """Returns `max_position_embeddings` of config.json; None if there is none, as in a directory with a
-    tokenizer alone."""
+    tokenizer alone, or for a .gguf file."""
     try:
         config = json.loads((checkpoint / "config.json").read_text("utf-8"))
         found = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]

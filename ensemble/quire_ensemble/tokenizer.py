@@ -1,8 +1,8 @@
 """Tokenizer: turns text or chat messages into token ids, by the files of a checkpoint.
 
 One code path for both callers: the `tokenizer` model of an ensemble and the generator's frontend. Nothing of
-transformers is imported until a tokenizer is loaded. Neither code from the checkpoint nor the network is
-ever used.
+transformers is imported until a tokenizer is loaded. Neither Python code from the checkpoint nor the network
+is ever used.
 """
 
 from __future__ import annotations
@@ -275,9 +275,9 @@ class Tokenizer:
             max_bytes: most characters that the template may write.
 
         Raises:
-            InputError: the checkpoint has no chat template; the template has no place for the tools, refuses
-                the messages, or writes too much; or `chat_template_kwargs` set a name that clients must not
-                set.
+            InputError: the checkpoint has no chat template; the template has no place for tools (with
+                tool_choice auto), refuses the messages, or writes too much; or `chat_template_kwargs` set a
+                name that clients must not set.
         """
         if not self.hf.chat_template:
             raise InputError(
@@ -420,8 +420,8 @@ def _shows_lists(text: str) -> bool:
 
 
 def _gguf_file(path: Path) -> GGUFFile | None:
-    """Opens the GGUF file at a checkpoint's path. None: there is none, it cannot be read, or it holds no
-    tokenizer."""
+    """Opens the GGUF file at a checkpoint's path. None: there is none, it cannot be read, it holds no
+    tokenizer, or the path is a directory with a config.json."""
     # The package takes a while to import, and most checkpoints need it not.
     if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
         return None

@@ -44,7 +44,8 @@ MAX_SCALED_PIXELS = 2**26
 """Most pixels of an image while a processor scales or pads it, unless the image itself has more. It is the
 square on the longer side of an image of 1:2 with the most pixels that are allowed by default."""
 THREADS = 4
-"""Most images that are decoded at a time; the others wait in their encoded form."""
+"""Most images, of prompts with several, that are decoded at a time; the others wait in their encoded form.
+The image of a prompt with only one is decoded in the caller's thread."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class VisionProcessor:
 
         Args:
             messages: chat messages as JSON (`quire_ensemble.messages`); each image part without data stands
-                for the next one of `images` or `pixels`, and there must be as many of these.
+                for the next one of `images` or `pixels`, which must hold exactly as many images as there are
+                such parts.
             text: prompt that holds the checkpoint's placeholder, such as <image>, once for each image.
                 Exactly one of `messages` and `text` is given.
             images: encoded images (see `read_image`).

@@ -23,7 +23,7 @@ from quire_ensemble.errors import VisionError
 
 GRID = "image_grid"
 MAX_TILES = 256
-"""Largest number of tiles per image."""
+"""Largest number of tiles per image; with LLaVA-NeXT and OneVision, besides the tile of the whole image."""
 MAX_PINPOINTS = 1024
 MAX_SIDE = 2**24
 """Most pixels of an image's side, in a grid."""

@@ -69,7 +69,7 @@ def paged_attention(
             value, so it only increases the softmax's denominator (gpt-oss; "Efficient Streaming Language
             Models with Attention Sinks", arXiv 2309.17453). None: there are none.
         implementation: name of the implementation to use, except for calls that it leaves to others. None:
-            the best one.
+            the one that the environment names, else the best one.
 
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
@@ -310,9 +310,9 @@ def top_logprobs(
 
     Returns:
         int64 [n, count + 1]: each row's given token, then its most likely tokens in descending order. Of
-        equally likely ones the lowest id comes first, but PyTorch gives any order; rows with NaN give any
-        tokens. float32 [n, count + 1]: their log-probabilities. int64 [n]: ranks of the given tokens; 1 means
-        that no token is more likely.
+        equally likely ones the lowest id comes first, but the reference implementation gives them in any
+        order; rows with NaN give any tokens. float32 [n, count + 1]: their log-probabilities. int64 [n]:
+        ranks of the given tokens; 1 means that no token is more likely.
     """
     function = registry.select("top_logprobs", logits.device.type, logits.dtype)
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = function(logits, token_ids, count)
@@ -340,7 +340,8 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
     Args:
         logits: float32 [n, vocab_size]. With `rows.edits`, rows must be contiguous and must not overlap, and
-            the edits are made in place. Afterwards it holds the logits from which tokens were drawn.
+            the edits (penalties, biases and bans) are made in place. Temperature and filters do not change
+            it.
         rows: sampling parameters of each row.
 
     Returns:
@@ -397,7 +398,7 @@ def pack_linear(
     Args:
         weight: [out_features, in_features]. The result may keep it, so it must not be changed afterwards.
         bias: [out_features]; None: there is none.
-        activation: see `gate_mul`. The result is activation(gate) * up; the first half of the weight's rows
+        activation: see `gate_mul`, which is applied to the product; the first half of the weight's rows
             computes the gate. None: the layer is not gated.
         quantization: quantisation of a weight that is a tensor, see `weights.quantize_weight`; None: none.
             "int8" and "int4" quantise weights. "w8a8" is "int8" with rows of x quantised at run time
@@ -618,8 +619,8 @@ def route(
     Returns:
         int64 [num_tokens, num_routes]: experts in descending order of the scores that decided; of equal ones
         (also among groups), the first comes first. float32 [num_tokens, num_routes]: their shares. The shared
-        expert comes last; its number is num_experts. A token with NaN logits gets any experts, and NaN
-        shares.
+        expert comes last; its number is num_experts. A token with a NaN logit gets any experts; at least one
+        of its shares is NaN.
     """
     function = registry.select("route", logits.device.type, logits.dtype)
     out: tuple[torch.Tensor, torch.Tensor] = function(logits, routing, bias)

@@ -4,7 +4,8 @@ An implementation registers itself with `@implementation(...)`. `select` returns
 that supports the call and does not leave it to the next one, and logs the choice once. The caller may name an
 implementation. For other callers, the environment may name one for each operator
 (`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
-does not support the call. Another one is used only if the named one `leaves` the call.
+does not support the call. Another one is used only if the named one `leaves` the call, or if the caller
+excludes it.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class SamplingTensors:
     top_k: torch.Tensor
     """int32: number of most likely tokens to keep; 0: all. Tokens tied with the last one are kept too."""
     top_p: torch.Tensor
-    """float32 in (0, 1]: keeps the smallest set of most likely tokens whose probabilities sum up to at least
-    this; 1: all tokens. Tokens tied with the last one are kept too."""
+    """float32 in (0, 1]: keeps the smallest set of most likely tokens whose probabilities, among the tokens
+    that top-k kept, sum up to at least this; 1: all tokens. Tokens tied with the last one are kept too."""
     min_p: torch.Tensor
     """float32: drops tokens less likely than min_p times the most likely one; 0: keeps all."""
     seeds: torch.Tensor

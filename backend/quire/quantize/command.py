@@ -54,8 +54,8 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
 def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...]) -> None:
     """Measure a checkpoint's perplexity on a text, as the engine would serve it.
 
-    The text is cut into windows of 512 tokens, 16384 tokens in all. Every token except the first of a window
-    counts.
+    The text is cut into windows of 512 tokens, at most 16384 tokens in all. Every token except the first of a
+    window counts.
     """
     from quire.quantize.perplexity import perplexity as measure
     from quire.quantize.perplexity import split, text_of

@@ -28,8 +28,8 @@ def default_text() -> str:
 
 
 def text_of(file: Path | None) -> str:
-    """Returns a file's text, or the default text for None; raises InvalidArgumentError if the file is not
-    UTF-8."""
+    """Returns a file's text, or the default text for None; raises InvalidArgumentError if the file cannot be
+    read, or is not UTF-8."""
     if file is None:
         return default_text()
     try:

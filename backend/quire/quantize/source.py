@@ -128,7 +128,8 @@ class SourceCheckpoint:
         return {**values, "model_type": model_type, "quantization_config": quantization}
 
     def copy_files(self, directory: Path) -> None:
-        """Copies the tokenizer, chat template and generation defaults into a directory."""
+        """Copies the tokenizer and its chat template into a directory; from a checkpoint directory also the
+        other small files (_COPIED), such as the generation defaults."""
         if not self.is_gguf:
             for file in sorted(self.path.iterdir()):
                 is_other = file.name in ("config.json",) or file.name.endswith(".index.json")

@@ -34,8 +34,9 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of the gateway's servers. A server is asked for its adapters when models are listed, and
-    when a request names something that is not a model."""
+    """The adapters of the gateway's servers. A server is asked for its adapters when models are listed, when
+    a request names something that is not a model, and before an adapter is loaded that must not replace
+    another; the answer is cached for LISTED_S."""
 
     def __init__(self) -> None:
         self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()

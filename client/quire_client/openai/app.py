@@ -200,7 +200,8 @@ class _Gateway:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """Lists the ready models that take text or messages and answer with text, and their LoRA adapters."""
+        """Lists the ready models that take text or messages and answer with text, by the names that
+        `Names.listed` gives, and their LoRA adapters."""
         client = self.balancer.pick().client
         ready = [info.name for info in await client.models() if info.ready]
         schemas = {name: await client._schema(name) for name in ready}

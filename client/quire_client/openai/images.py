@@ -24,7 +24,7 @@ from quire_client.openai.errors import RequestError
 from quire_client.openai.intake import Hold
 
 MAX_IMAGE_BYTES = 20 * 2**20
-"""The server's own limit for one encoded image."""
+"""The server's default limit for one encoded image."""
 MAX_REDIRECTS = 3
 FETCH_TIMEOUT = 10.0
 """Seconds for one image, redirects and body included."""

@@ -52,7 +52,8 @@ class Exchange:
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     ttft: float | None = None
-    """Time to first token of a stream, in seconds; None before it and for answers that are not streamed."""
+    """Time to first token of a stream, in seconds; None before it, for answers that are not streamed, and
+    where tokens are not counted (`counts_tokens`)."""
     began: float = field(default_factory=time.monotonic)
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the last token, by (number of the prompt, index of the choice)."""

@@ -118,7 +118,7 @@ HEADERS = {
     "x-quire-cache-salt": "cache_salt",
 }
 """Parameter by header. A header counts if the body does not state the parameter; of two headers for the same
-parameter the later one counts."""
+parameter the later one in this table counts. With API keys, the key's tenant replaces that of a header."""
 
 # Fields of OpenAI and vLLM for which there is one value only: that which changes nothing.
 _FIXED: dict[str, Any] = {
