@@ -302,8 +302,8 @@ class Roster:
         request.num_computed_tokens = request.plain_decode_until = 0
 
     def _keep(self, request: Request) -> None:
-        """Makes the blocks of an ending request findable, plans their saves to the KV tiers and pins them.
-        Logs a failure instead of raising it."""
+        """Makes the blocks of an ending request findable, plans their saves to the KV tiers, and pins them if
+        the request asks for that. Logs a failure instead of raising it."""
         try:
             newly_cached = self.kv.cache_blocks(request, is_over=True)
             self.transfers.save(newly_cached)

@@ -280,7 +280,8 @@ class AdapterRegistry:
             self._weights.popitem(last=False)
 
     def _find_weights(self, adapter: Adapter) -> AdapterWeights | None:
-        """Returns an adapter's weights from host memory; None: they are not there, and a read begins."""
+        """Returns an adapter's weights from host memory; None: they are not there; a read of them begins or
+        is under way."""
         found = self._weights.get(adapter)
         if found is not None:
             self._weights.move_to_end(adapter)

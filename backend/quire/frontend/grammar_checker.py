@@ -27,7 +27,8 @@ from quire.errors import InvalidArgumentError, UnavailableError, describe
 from quire.request.structured_output import StructuredOutput
 
 MAX_COMPILE_S = 0.5
-"""CPU seconds allowed for compiling a grammar and TRIED_STEPS steps: a worker's step may wait that long."""
+"""CPU seconds allowed for compiling a grammar and trying TRIED_STEPS steps of it, together. A worker's step
+may wait that long."""
 TRIED_STEPS = 4
 """Tokens that are tried with a compiled grammar, to find out whether a step has too many alternatives."""
 MAX_WAIT_S = 10.0

@@ -279,8 +279,9 @@ def parse_sampling_params(
     *sources: Mapping[str, Any], defaults: SamplingParams | None = None
 ) -> SamplingParams:
     """Validates and merges a request's parameters; the first source that names a parameter wins. A
-    temperature that no source names becomes 0 with `beam_width` > 1. It becomes 1 if the default is greedy
-    and a source limits the distribution (`top_k`, `top_p`, `min_p` or `typical_p`). Else it is the default.
+    temperature that no source names becomes 1 if the default is greedy and a source limits the distribution
+    (`top_k`, `top_p`, `min_p` or `typical_p`), else 0 with `beam_width` > 1, else the default. The default of
+    `min_tokens` is lowered to `max_tokens`.
 
     Args:
         sources: mappings of parameter name to raw value, most specific first (typed tensors, JSON object,

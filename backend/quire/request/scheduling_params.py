@@ -13,7 +13,7 @@ MAX_DRAFT_TOKENS = 64
 MAX_RETENTION = 100
 DEFAULT_RETENTION = 35
 MAX_PIN_TTL_S = 3600.0
-"""Longest time to live of a pin after its request ends; the next request may renew it."""
+"""Longest time to live of a prompt's pin (`pin`) after its request ends; the next request may renew it."""
 
 
 Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]

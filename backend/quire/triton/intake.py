@@ -111,7 +111,8 @@ class Intake:
         return self._long if raw.num_bytes > LONG_BYTES else self._short
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the threads after their current requests. Waits up to `timeout_s` seconds for all of them."""
+        """Ends the threads after the requests that are already in their lanes. Waits up to `timeout_s`
+        seconds for all of them."""
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.put(None)

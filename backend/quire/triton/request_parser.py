@@ -694,9 +694,10 @@ def _outputs(
 
     A client that names outputs gets exactly these with each response (in an ensemble, the step after the
     generator fails without its inputs). For a client that names none Triton asks for all outputs. It gets
-    text and token ids with each response, finish reason and counts with the last, and other outputs only if
-    its inputs ask for them: a tensor costs about 10 us of CPU on either side of the stub. In the dialect of
-    vllm_backend it gets the text, and what its inputs ask for.
+    text and token ids with each response; finish reason and number of input tokens with the last, and without
+    a stream that of output tokens; numbers of choices and prompts if there are several; and other outputs
+    only if its inputs ask for them. (A tensor costs about 10 us of CPU on either side of the stub.) In the
+    dialect of vllm_backend it gets the text, and what its inputs ask for.
     """
     if requested != all_outputs:
         return requested, requested

@@ -283,7 +283,8 @@ class Responder(threading.Thread):
         return [] if stopped is None else [stopped]
 
     def _answer(self, result: CommandResult) -> None:
-        """Ends a command: a cancellation with finish reason "cancelled", others with the answer as text."""
+        """Ends a command: with its error; a cancellation with finish reason "cancelled"; others with the
+        answer as text."""
         handle = self._requests.handles.get(result.token)
         if handle is None:
             return

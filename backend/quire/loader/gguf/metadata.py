@@ -55,7 +55,8 @@ def open_gguf(file: Path) -> GGUFFile:
     """Reads a file's head.
 
     Raises:
-        CheckpointError: not a GGUF file, truncated, or of an unknown version.
+        CheckpointError: not a GGUF file, truncated, of an unknown version, or it names no
+            general.architecture.
     """
     try:
         opened = GGUFFile.open(file)
