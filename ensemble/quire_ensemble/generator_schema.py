@@ -57,7 +57,7 @@ PROMPT_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Prompt as token ids, taken as they are."),
     TensorSpec("prompt_embeds", "TYPE_FP32", (-1, -1), doc="Prompt as embeddings, a row for each token."),
 )
-"""Prompt sources; a request to generate or embed carries exactly one."""
+"""Prompt sources; a request carries exactly one, unless it has `cancel` or `cache_control`."""
 
 ONE_TEXT_INPUTS: tuple[TensorSpec, ...] = tuple(
     replace(spec, dims=(1,), doc=spec.doc.replace("Prompts", "Prompt"))

@@ -4,8 +4,7 @@ An implementation registers itself with `@implementation(...)`. `select` returns
 that supports the call and does not leave it to the next one, and logs the choice once. The caller may name an
 implementation. For other callers, the environment may name one for each operator
 (`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
-does not support the call. Another one is used only if the named one `leaves` the call, or if the caller
-excludes it.
+does not support the call. Another one is used only if the named one `leaves` the call.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ class Implementation:
     dtypes: frozenset[torch.dtype]
     """Types of the operands that it supports; empty: any floating type."""
     priority: int
-    """Priority: of the implementations that support a call, the one with the highest is chosen."""
+    """Priority: of the implementations that support a call and do not leave it, the one with the highest is
+    chosen."""
     predicate: Callable[..., str | None] | None
     """Called with the call's facts (head_dim, block_size, ...) by keyword. It returns why the call is not
     supported; None: it is. Without a predicate every call is supported."""

@@ -46,7 +46,7 @@ def why_not_pack(
     quantization: str | None = None,
     **_: object,
 ) -> str | None:
-    """Returns why the kernels do not support a matrix of this shape."""
+    """Returns why the kernels do not support a matrix of this shape; None: they do."""
     if quantization is not None and quantization not in _QUANTISED:
         return f"no kernels for {quantization}"
     multiple = W8A8_GROUP if quantization == "w8a8" else INPUTS_MULTIPLE

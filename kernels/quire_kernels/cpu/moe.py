@@ -22,8 +22,8 @@ _SHARED = {None: 0, "whole": 1, "gated": 2}
 def why_not_join(
     isa: str, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **_: object
 ) -> str | None:
-    """Returns why the kernels cannot join these experts. They must have the same form; only their inner sizes
-    may differ."""
+    """Returns why the kernels cannot join these experts; None: they can. The experts must have the same form;
+    only their inner sizes may differ."""
     layers = []
     for linears in (gate_up, down):
         layers.append([one.struct for one in linears if isinstance(one, NativeLinear) and one.isa == isa])

@@ -313,7 +313,8 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_attend(**facts: Any) -> str | None:
-    """Returns why `Kernels.paged_attention` does not support this cache, head size or block size."""
+    """Returns why `Kernels.paged_attention` does not support this cache, head size or block size; None: it
+    does."""
     if facts.get("sinks"):
         return NO_SINKS
     kv_dtype, block_size = facts.get("kv_dtype"), facts.get("block_size", 16)
@@ -330,7 +331,8 @@ def why_not_attend(**facts: Any) -> str | None:
 
 
 def why_not_write(**facts: Any) -> str | None:
-    """Returns why `norm_rope_write`, `write_kv` and `rope` do not support this cache or head size."""
+    """Returns why `norm_rope_write`, `write_kv` and `rope` do not support this cache or head size; None: they
+    do."""
     kv_dtype = facts.get("kv_dtype")
     if kv_dtype is not None and kv_dtype not in {**TYPES, **KV_KINDS}:
         return f"no cache of {kv_dtype}"
@@ -339,12 +341,12 @@ def why_not_write(**facts: Any) -> str | None:
 
 def why_not_keep_row(**facts: Any) -> str | None:
     """Returns why rows of `size` numbers, of any type, do not consist of whole vectors that the threads of
-    one block can hold."""
+    one block can hold; None: they do."""
     if facts["size"] * 4 > MAX_ROW_BYTES:
         return f"size must be at most {MAX_ROW_BYTES // 4}"
     return why_not_gate(**facts)
 
 
 def why_not_gate(**facts: Any) -> str | None:
-    """Returns why rows of `size` numbers do not consist of whole vectors."""
+    """Returns why rows of `size` numbers do not consist of whole vectors; None: they do."""
     return None if facts["size"] % 8 == 0 else "size must be a multiple of 8"

@@ -362,8 +362,8 @@ def why_not_pack(
     quantization: str | None = None,
     **_: object,
 ) -> str | None:
-    """Returns why `pack` does not support a matrix of this shape. Rows must consist of whole vectors, and no
-    tile may hold both gates and the rows that they multiply."""
+    """Returns why `pack` does not support a matrix of this shape; None: it does. Rows must consist of whole
+    vectors, and no tile may hold both gates and the rows that they multiply."""
     if quantization is not None:
         if quantization not in CODES:
             return f"no kernels for {quantization}"

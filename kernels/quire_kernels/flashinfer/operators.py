@@ -85,8 +85,8 @@ def _why_not(
     sinks: bool = False,
     **_: Any,
 ) -> str | None:
-    """Returns why FlashInfer does not support this shape. It does not support a quantised cache: it has one
-    scale for all tokens, ours has one per token."""
+    """Returns why FlashInfer does not support this shape; None: it does. A quantised cache is not supported:
+    FlashInfer has one scale for all tokens, ours has one per token."""
     if sinks:
         return NO_SINKS
     if head_dim not in HEAD_DIMS:
