@@ -40,23 +40,24 @@ T* state_of(const States& states, const Batch& batch, int64_t i) {
 
 // y of tokens [t, t + N), for `width` channels from c on. input(t) is the row of token t.
 template <int N, class T, class Input>
-inline void convolve(Input&& input, int64_t t, int64_t c, int64_t num_channels, const T* weight, int num_taps, T* y) {
+inline void convolve(Input&& input, int64_t t, int64_t c, int64_t num_channels, const T* weight, const T* bias, int num_taps,
+                     bool activates, T* y) {
   vec total[N];
-  for (int n = 0; n < N; ++n) total[n] = zero();
+  for (int n = 0; n < N; ++n) total[n] = bias ? load(bias + c) : zero();
   for (int j = 0; j < num_taps; ++j) {
     const vec factor = load(weight + j * num_channels + c);
     for (int n = 0; n < N; ++n) total[n] = fma(load(input(t + n - num_taps + 1 + j) + c), factor, total[n]);
   }
-  for (int n = 0; n < N; ++n) store(y + (t + n) * num_channels + c, mul(total[n], sigmoid(total[n])));
+  for (int n = 0; n < N; ++n) store(y + (t + n) * num_channels + c, activates ? mul(total[n], sigmoid(total[n])) : total[n]);
 }
 
 }  // namespace delta
 
-// y[t][c] = silu(sum of weight[j][c] * input t - (num_taps - 1) + j); states hold the last num_taps - 1 inputs,
-// [num_taps - 1][num_channels]. Channels are a multiple of 16.
+// y[t][c] = sum of weight[j][c] * input t - (num_taps - 1) + j, plus bias[c] if there is one, then SiLU if it `activates`;
+// states hold the last num_taps - 1 inputs, [num_taps - 1][num_channels]. Channels are a multiple of 16.
 template <class T>
-void causal_conv(const T* x, int64_t ldx, int64_t num_channels, const T* weight, int num_taps, const States& states,
-                 const Batch& batch, T* y) {
+void causal_conv(const T* x, int64_t ldx, int64_t num_channels, const T* weight, const T* bias, int num_taps, bool activates,
+                 const States& states, const Batch& batch, T* y) {
   constexpr int64_t step = delta::conv_channels;
   constexpr int together = 8;  // tokens
   const int64_t num_pieces = (num_channels + step - 1) / step, num_kept = num_taps - 1;
@@ -72,13 +73,14 @@ void causal_conv(const T* x, int64_t ldx, int64_t num_channels, const T* weight,
     T* to = y + begin * num_channels;
     int64_t t = 0;
     auto convolve_one = [&] {
-      for (int64_t c = first; c < stop; c += width) delta::convolve<1>(input, t, c, num_channels, weight, num_taps, to);
+      for (int64_t c = first; c < stop; c += width)
+        delta::convolve<1>(input, t, c, num_channels, weight, bias, num_taps, activates, to);
       ++t;
     };
     while (t < std::min(num_kept, count)) convolve_one();
     for (; t + together <= count; t += together)
       for (int64_t c = first; c < stop; c += width)
-        delta::convolve<together>(own, t, c, num_channels, weight, num_taps, to);
+        delta::convolve<together>(own, t, c, num_channels, weight, bias, num_taps, activates, to);
     while (t < count) convolve_one();
     // Ascending: what is read lies behind what is written.
     for (int64_t j = 0; j < num_kept; ++j)

@@ -1,39 +1,10 @@
-// Mamba-2: linear attention whose state decays by a number per head and token, and the causal convolution before it. As with
-// the gated delta rule, a sequence's state lies in a block of its own, and its tokens pass one by one, so a token's bits do not
-// depend on its chunk.
+// Mamba-2: linear attention whose state decays by a number per head and token. As with the gated delta rule, a sequence's state
+// lies in a block of its own, and its tokens pass one by one, so a token's bits do not depend on its chunk.
 #pragma once
 
 #include "gated_delta.h"
 
 namespace quire {
-
-// y[t][c] = sum of weight[j][c] * input t - (num_taps - 1) + j, plus bias[c] if there is one, then SiLU if it `activates`;
-// states hold the last num_taps - 1 inputs, [num_taps - 1][num_channels]. Channels are a multiple of 16.
-template <class T>
-void causal_conv(const T* x, int64_t ldx, int64_t num_channels, const T* weight, const T* bias, int num_taps, bool activates,
-                 const States& states, const Batch& batch, T* y) {
-  constexpr int64_t step = delta::conv_vectors * width;
-  const int64_t num_pieces = (num_channels + step - 1) / step, num_kept = num_taps - 1;
-  parallel_for(batch.num_seqs * num_pieces, 1, [&](int64_t task) {
-    const int64_t i = task / num_pieces, first = task % num_pieces * step, stop = std::min(num_channels, first + step);
-    const int64_t begin = batch.query_start_loc[i], count = batch.query_start_loc[i + 1] - begin;
-    T* kept = delta::state_of<T>(states, batch, i);
-    if (delta::begins(batch, i))
-      for (int64_t t = 0; t < num_kept; ++t) std::memset(kept + t * num_channels + first, 0, (stop - first) * sizeof(T));
-    // Input t of the row; those before it are kept ones.
-    auto input = [&](int64_t t) { return t < 0 ? kept + (num_kept + t) * num_channels : x + (begin + t) * ldx; };
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t c = first; c < stop; c += width) {
-        vec total = bias ? load(bias + c) : zero();
-        for (int64_t j = 0; j < num_taps; ++j)
-          total = fma(load(input(t - num_kept + j) + c), load(weight + j * num_channels + c), total);
-        store(y + (begin + t) * num_channels + c, activates ? mul(total, sigmoid(total)) : total);
-      }
-    // Ascending: what is read lies behind what is written.
-    for (int64_t j = 0; j < num_kept; ++j)
-      std::memmove(kept + j * num_channels + first, input(count - num_kept + j) + first, (stop - first) * sizeof(T));
-  });
-}
 
 // The operands of Mamba-2: T x and gate [num_tokens][num_heads][head_dim], T b and c [num_tokens][num_groups][state_dim], T step
 // [num_tokens][num_heads]; float32 log_decay, step_bias and skip [num_heads], norm [num_heads * head_dim]. Strides are of tokens,
