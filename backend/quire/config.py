@@ -201,7 +201,8 @@ class CacheConfig:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens per block of a model without states: `block_size`, or DEFAULT_BLOCK_SIZE if it is unset."""
+        """Tokens per block: `block_size`, or DEFAULT_BLOCK_SIZE if it is unset. In `EngineCore.config`,
+        `block_size` is always set, to the number in use."""
         return DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
 
 

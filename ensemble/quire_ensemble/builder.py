@@ -43,7 +43,7 @@ ENGINE_DEFAULTS: Mapping[str, tuple[Any, str]] = {
     "dtype": ("auto", "auto (the checkpoint's own), float32, bfloat16 or float16."),
     "device": ("auto", "cpu, cuda, or auto: cuda where a CUDA device is visible."),
     "max_model_len": (None, "Longest prompt plus output in tokens; null: what the checkpoint allows."),
-    "block_size": (16, "Tokens per block of the paged KV cache."),
+    "block_size": (None, "Tokens per block of the KV cache; null: 16, or more where layers keep states."),
     "kv_cache_memory": (None, 'Size of the KV cache, such as "512MiB"; null: a fraction of free memory.'),
     "max_num_seqs": (64, "Most requests computed in one step."),
     "max_num_batched_tokens": (512, "Token budget of one step, prefill and decode together."),

@@ -483,7 +483,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         accepts_image_embeds=info.accepts_image_embeds,
         pooling=info.pooling,
         num_blocks=info.num_blocks,
-        block_size=core.kv.block_size,
+        block_size=core.config.cache.tokens_per_block,
         kv_cache_bytes=info.kv_cache_bytes,
         dtype=info.dtype,
         device=info.device,
