@@ -14,6 +14,7 @@ from torch.nn import functional
 from quire import LLM, SamplingParams
 from quire.errors import CheckpointError, ConfigError, InvalidArgumentError
 from quire.request.sampling_params import PoolingParams
+from quire.request.scheduling_params import SchedulingParams
 from tests.fixtures.encoders import SIZE, make_encoder
 from tests.unit.test_embeddings import write_pooling
 from tests.unit.test_engine import random_prompts
@@ -181,4 +182,29 @@ def test_health_checks_and_warm_up(tmp_path: Path) -> None:
     llm.core.warm_up()
     params = llm.core.internal_params(SamplingParams())
     assert (params.dimensions, params.pooling.task) == (3, "classify")
+    llm.core.close()
+
+
+def test_urgent_prompts_that_preempt_are_whole_too(tmp_path: Path) -> None:
+    """They get their seats before the step has room for them: one waits for the next step."""
+    model = make_encoder("Bert", tmp_path)
+    options = {"max_num_seqs": 2, "async_scheduling": True, "queue_policy": "priority"}
+    llm = engine(tmp_path, max_model_len=48, max_num_batched_tokens=48, **options)
+
+    def add(request_id: str, length: int, priority: int) -> None:
+        scheduling = SchedulingParams(priority=priority)
+        llm.core.add_request(request_id, [7] * length, SamplingParams(dimensions=SIZE), scheduling=scheduling)
+
+    for number in range(2):
+        add(f"10 usual {number}", 10, 0)
+    assert llm.core.step() == []
+    for number in range(2):
+        add(f"30 urgent {number}", 30, -10)
+    ends = []
+    while llm.core.has_work:
+        ends += llm.core.step()
+    assert len(ends) == 4 and max(end.num_preemptions for end in ends) == 1
+    for end in ends:
+        hidden = states(model, [7] * int(end.request_id.split()[0]))
+        close(np.frombuffer(end.embedding, np.float32), functional.normalize(hidden[0], dim=0))
     llm.core.close()
