@@ -87,7 +87,7 @@ async def classify_messages(
     """Returns the scores of a conversation, as reward models give them.
 
     Args:
-        messages: as for `AsyncClient.chat`.
+        messages: list of messages, an object {"messages": ..., ...}, or JSON text of either.
     """
     asked = [("messages", {"messages": messages})]
     return await _scores(client, asked, model, timeout, arguments)

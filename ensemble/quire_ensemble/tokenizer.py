@@ -240,7 +240,7 @@ class Tokenizer:
             first: for rerankers the query.
             second: for rerankers the document.
             fields: inputs named in errors about either text.
-            max_tokens: see `encode`; of both texts together.
+            max_tokens: see `encode`; each text is checked alone.
 
         Returns:
             The token ids, and the index of the first token of type 1; 0: the tokenizer gives all tokens
