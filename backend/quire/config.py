@@ -240,8 +240,8 @@ class SchedulerConfig:
     """Largest chunk of one prompt in a step; None: the whole budget."""
     batch_policy: Literal["mixed", "prefill_first", "decode_first", "static"] = "mixed"
     """mixed: decodes and prompt chunks share a step; prefill_first: prompts have steps of their own, which go
-    first; decode_first: prompts are computed when nothing decodes; static: the next batch begins when the
-    last request of this one has ended (a baseline for measurements)."""
+    first; decode_first: prompts are computed when nothing decodes, and in every 16th step; static: the next
+    batch begins when the last request of this one has ended (a baseline for measurements)."""
     queue_policy: Literal["fcfs", "priority", "longest_prefix", "shortest_first", "fair"] = "fcfs"
     """Order of the queue: fcfs, priority, longest_prefix, shortest_first or fair (over tenants)."""
     ageing_s: _Seconds = 10.0

@@ -48,7 +48,8 @@ class ChatFormat:
     @property
     def asks_for_grammar(self) -> bool:
         """Whether the client requires tool calls or a response format."""
-        return self.tool_choice != "auto" or self.response_format is not None
+        asked = self.response_format or {}
+        return self.tool_choice != "auto" or asked.get("type", "text") != "text"
 
     def to_json(self) -> bytes:
         """Returns the JSON text for the tensor, without fields that have their defaults."""
@@ -80,9 +81,11 @@ def parse_chat_format(raw: bytes | str) -> ChatFormat:
     choice = value.get("tool_choice", "auto")
     if isinstance(choice, str) and choice.startswith("function:"):
         choice = {"type": "function", "function": {"name": choice.removeprefix("function:")}}
+    choice = check_tool_choice(choice, tools, FIELD)
+    calls_none = choice == "none"
     return ChatFormat(
-        tools=tools,
-        tool_choice=check_tool_choice(choice, tools, FIELD),
+        tools=[] if calls_none else tools,
+        tool_choice="auto" if calls_none else choice,
         parallel_tool_calls=parallel,
         response_format=check_response_format(value.get("response_format"), FIELD),
         prompt_end=end,

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import scheduler_sim
 from benchmarks.simulator.workload import Lengths, Workload
 from quire.config import EngineConfig
+from quire.core.policies.batch import PROMPT_INTERVAL
 from quire.core.trace import SchedulerTrace
 from quire.plan.cost import PRESETS
 from quire.plan.simulate import Simulator
@@ -93,8 +94,8 @@ def test_three_policies_compose_their_steps_differently_and_give_the_same_output
             assert mixed == 0
             assert_no_decode_while_a_prompt_could_be_computed(records)
         else:
-            assert mixed == 0
-            assert_no_prompt_while_something_decodes(records)
+            assert mixed > 1
+            assert_prompts_wait_for_a_decode_or_their_turn(records)
     assert outputs["mixed"] == outputs["prefill_first"] == outputs["decode_first"]
     assert {name: len(tokens) for name, tokens in outputs["mixed"].items()} == LENGTHS
 
@@ -132,11 +133,13 @@ def assert_no_decode_while_a_prompt_could_be_computed(records: list[Record]) -> 
     assert num_held_back > 5, "no decode ever waited for a prompt"
 
 
-def assert_no_prompt_while_something_decodes(records: list[Record]) -> None:
+def assert_prompts_wait_for_a_decode_or_their_turn(records: list[Record]) -> None:
     num_held_back = num_waiting = 0
     for record, decodes in zip(records, decoding(records), strict=True):
         num_waiting += len(record["arrivals"])
-        assert parts(record)[1] == decodes
+        prompts, decoded = parts(record)
+        assert decoded == decodes
+        assert not (prompts and decodes) or record["step"] % PROMPT_INTERVAL == 0
         num_held_back += bool(decodes and num_waiting)
         num_waiting = record["num_waiting"]
     assert num_held_back > 10, "no prompt ever waited for a decode"

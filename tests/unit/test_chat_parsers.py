@@ -21,7 +21,7 @@ from quire.frontend.chat.tool_formats import Plain
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request.sampling_params import SamplingParams
-from quire_ensemble.chat_format import ChatFormat
+from quire_ensemble.chat_format import ChatFormat, parse_chat_format
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures.chat_templates import TEMPLATES
 from tests.fixtures.chat_transcripts import THINKING, TOOLS, TRANSCRIPTS, Transcript
@@ -173,6 +173,16 @@ def test_arguments_without_a_utf8_form_are_no_call() -> None:
     answer.finish()
     content, _, calls = answer.pop_deltas()
     assert (content, calls) == (text.removesuffix("</tool_call>") + "</tool_call>", [])
+
+
+def test_no_calls_and_plain_text_ask_for_no_grammar() -> None:
+    """A client's own chat_format with tool_choice none forced calls, and the response format text counted as
+    a grammar that was asked for."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chat = parse_chat_format(json.dumps({"tools": [tool], "tool_choice": "none"}))
+    assert (chat.tools, chat.tool_choice, chat.asks_for_grammar) == ([], "auto", False)
+    assert not parse_chat_format('{"response_format": {"type": "text"}}').asks_for_grammar
+    assert parse_chat_format('{"response_format": {"type": "json_object"}}').asks_for_grammar
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

@@ -352,6 +352,24 @@ def test_no_two_tenants_and_sessions_have_one_pin() -> None:
     assert list(engine.kv.pins.deadlines) == [session_name("a", "b"), session_name("b", "b")]
 
 
+def test_a_request_that_ends_while_its_blocks_load_ends_its_session() -> None:
+    """The session's pin stayed until its time to live, as for a request that had computed tokens."""
+    engine = FakeEngine(num_blocks=16, host_blocks=64, cache={"enable_prefix_caching": True})
+    scheduling = SchedulingParams(session="a")
+    prompt = tokens(33, 0)
+    engine.add("first", 0, 3, prompt=prompt)
+    engine.run()
+    engine.kv.reset()
+    engine.add("turn", 0, 3, prompt=tokens(9, 1), scheduling=scheduling)
+    engine.run()
+    assert engine.kv.pins.num_blocks > 0
+    last = SchedulingParams(session="a", session_end=True)
+    request = engine.add("last", 0, 3, prompt=prompt, scheduling=last)
+    assert engine.scheduler.schedule().kv_loads and request.load_id is not None
+    engine.abort("last")
+    assert engine.kv.pins.num_blocks == 0
+
+
 # Who shares.
 
 

@@ -86,7 +86,9 @@ class Planner:
         if self._only is None and self._queue.preempts and len(self._queue):
             self._admit_urgent(step)
         self._drafts.begin(len(roster.running))
-        decodes, prefills, admits = phases(self._config.batch_policy, roster.running, len(self._queue))
+        decodes, prefills, admits = phases(
+            self._config.batch_policy, roster.running, len(self._queue), number
+        )
         self._add_running(step, decodes=decodes, prefills=prefills)
         self.admission_blocked_by = ""
         if roster.num_preemptions != num_preemptions:

@@ -230,15 +230,15 @@ class Roster:
     # Ends.
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Ends a request in any state. Caches and pins the blocks of a running request first. A request that
-        is waiting releases the pin of its session if it has `session_end`.
+        """Ends a request in any state. First, the blocks of a running request are cached, and pinned if it asks
+        for that. A request without computed tokens releases its session's pin if it has `session_end`.
 
         Args:
             is_external: whether it was ended from outside the scheduler; for the trace.
         """
-        if request.status is RequestStatus.RUNNING:
-            if request.load_id is None and request.num_computed_tokens:
-                self._keep(request)
+        has_tokens = request.load_id is None and request.num_computed_tokens > 0
+        if request.status is RequestStatus.RUNNING and has_tokens:
+            self._keep(request)
         elif request.scheduling.session_end:
             self.kv.pins.release(session_pin(request))
         self.discard(request)

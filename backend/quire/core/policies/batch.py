@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from quire.core.request import Request
 
+PROMPT_INTERVAL = 16
+"""With `decode_first`, one in this many steps may compute prompts although requests decode, so that they do
+not wait for the end of all answers."""
+
 
 class Phases(NamedTuple):
     """Kinds of rows that a step may hold."""
@@ -19,14 +23,15 @@ class Phases(NamedTuple):
     """Whether waiting requests may be admitted."""
 
 
-def phases(policy: str, running: Sequence[Request], num_waiting: int) -> Phases:
-    """Returns the kinds of rows for the next step by a `batch_policy` of SchedulerConfig."""
+def phases(policy: str, running: Sequence[Request], num_waiting: int, number: int) -> Phases:
+    """Returns the kinds of rows for step `number` by a `batch_policy` of SchedulerConfig."""
     if policy == "static":
         return Phases(True, True, not running)
     if policy == "prefill_first":
         if num_waiting or any(request.num_missing > 1 for request in running):
             return Phases(False, True, True)
         return Phases(True, True, False)
-    if policy == "decode_first" and any(request.num_missing == 1 for request in running):
+    is_held = policy == "decode_first" and number % PROMPT_INTERVAL != 0
+    if is_held and any(request.num_missing == 1 for request in running):
         return Phases(True, False, False)
     return Phases(True, True, True)
