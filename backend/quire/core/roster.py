@@ -230,8 +230,9 @@ class Roster:
     # Ends.
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Ends a request in any state. First, the blocks of a running request are cached, and pinned if it asks
-        for that. A request without computed tokens releases its session's pin if it has `session_end`.
+        """Ends a request in any state. First, the blocks of a running request are cached, and pinned if the
+        request asks for that. A request without computed tokens releases its session's pin if it has
+        `session_end`.
 
         Args:
             is_external: whether it was ended from outside the scheduler; for the trace.
