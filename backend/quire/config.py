@@ -51,6 +51,10 @@ _Seconds = Annotated[float, Meta(ge=0, le=10**9)]
 _Milliseconds = Annotated[int, Meta(ge=0, le=10**12)]
 
 
+MTP = "mtp"
+"""Value of `draft_model` for the checkpoint's own head for multi-token prediction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The checkpoint, and how it is computed: device, precision, quantisation, whose code, ranks."""
@@ -90,8 +94,9 @@ class ModelConfig:
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
     draft_model: str = ""
-    """Directory or .gguf file of a smaller checkpoint with the same vocabulary, which proposes draft tokens
-    (see `num_draft_tokens`); empty: only prompt lookup proposes them."""
+    """Directory or .gguf file of a smaller checkpoint with the same vocabulary, or of an EAGLE head, which
+    proposes draft tokens (see `num_draft_tokens`). mtp: the checkpoint's own head for multi-token prediction
+    proposes them. Empty: only prompt lookup does."""
     attention_backend: str = "auto"
     """Implementation of attention: auto (the fastest one that supports the model), cuda, flashinfer (if
     installed), triton, reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx).
@@ -116,6 +121,11 @@ class ModelConfig:
     must also divide the number of KV heads, or be a multiple of it."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
+
+    @property
+    def draft_checkpoint(self) -> str:
+        """Path of the draft model's checkpoint; empty: there is none beside the model's."""
+        return "" if self.draft_model == MTP else self.draft_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,6 +403,8 @@ class EngineConfig:
             raise ConfigError("enable_lora needs tensor_parallel_size=1: ranks do not divide adapters")
         if config.model.draft_model and not config.scheduler.num_draft_tokens:
             raise ConfigError("draft_model needs num_draft_tokens above 0")
+        if config.model.draft_model == MTP and config.model.tensor_parallel_size > 1:
+            raise ConfigError("draft_model=mtp needs tensor_parallel_size=1: ranks do not divide the head")
         return config
 
     def to_mapping(self) -> dict[str, Any]:

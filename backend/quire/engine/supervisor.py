@@ -187,7 +187,7 @@ class EngineSupervisor:
 
     def _checkpoint_state(self) -> list[tuple[str, int, int]]:
         model = self.config.model
-        return checkpoint_state(model.model, model.tokenizer, model.draft_model)
+        return checkpoint_state(model.model, model.tokenizer, model.draft_checkpoint)
 
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
         """Starts an engine process. The process waits until its state is recorded, and ends if this frontend

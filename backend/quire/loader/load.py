@@ -28,7 +28,9 @@ from quire.loader.info import checkpoint_state, end_token_ids, read_configs
 from quire.loader.packed_cache import BackgroundWriter, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
+from quire.models.draft_head import DecoderHead
 from quire.models.interface import Model
+from quire.models.mtp import head_class
 from quire.models.registry import model_class, with_head
 from quire_common.errors import in_line, one_line
 from quire_common.host_memory import trim_heap
@@ -94,6 +96,7 @@ def load_model(
     check: Callable[[DecoderConfig], None] | None = None,
     with_digest: bool = False,
     ranks: Ranks = ALONE,
+    is_head: bool = False,
 ) -> LoadedModel:
     """Makes the model that a checkpoint describes, and loads its weights.
 
@@ -104,16 +107,18 @@ def load_model(
         check: called before the weights are read; raises an error if the model's shape is not allowed.
         with_digest: whether `LoadedModel.weights_digest` is computed.
         ranks: the tensor-parallel ranks; only this rank's part is loaded.
+        is_head: whether the checkpoint's head for multi-token prediction is made in place of its model.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or unsupported, or changed while it was read. The
             message is one line that names the file.
-        ConfigError: the checkpoint's shapes do not allow the quantisation, or this number of ranks.
+        ConfigError: the checkpoint's shapes do not allow the quantisation, or this number of ranks; or there
+            is no head.
     """
     state = checkpoint_state(config.model)
-    cache = PackedCache.from_config(config, device)
+    cache = None if is_head else PackedCache.from_config(config, device)
     entry = cache and PackedEntry(cache, config)
-    empty = empty_model(config, device, check=check, ranks=ranks)
+    empty = empty_model(config, device, check=check, ranks=ranks, is_head=is_head)
     model, files = empty.model, empty.files
     cache_writer, weights_digest = None, entry.fill(model, with_digest) if entry else None
     if weights_digest is not None:
@@ -155,6 +160,7 @@ def empty_model(
     *,
     check: Callable[[DecoderConfig], None] | None = None,
     ranks: Ranks = ALONE,
+    is_head: bool = False,
 ) -> EmptyModel:
     """Makes the model that a checkpoint describes, without its weights. Arguments and errors are those of
     `load_model`.
@@ -167,6 +173,10 @@ def empty_model(
     classifier = read_classifier(hf)
     hf = with_head(hf)
     kind = model_class(hf, config.model_impl, config.model_class)
+    if is_head:
+        kind = head_class(hf, kind)
+    if issubclass(kind, DecoderHead) and not config.draft_model:
+        raise ConfigError(f"{hf.path}: {hf.architecture} is a draft head: name it under draft_model")
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with checkpoint_errors(hf):
         rules = read_rules(hf)

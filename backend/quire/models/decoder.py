@@ -177,8 +177,8 @@ class DecoderModel(nn.Module, Model):
     """Whether the family obeys `partial_rotary_factor`. In transformers, other families rotate whole
     heads."""
     has_layers_behind: bool = False
-    """Whether checkpoints may hold extra layers after the last one, for multi-token prediction. They are
-    ignored."""
+    """Whether checkpoints may hold extra layers after the last one, for multi-token prediction. The model
+    ignores them; `models/mtp.py` makes a head of the first."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class DecoderModel(nn.Module, Model):
         """Returns the decoder that computes all layers in one call with this batch and cache; None: there is
         none."""
         native = self._native
-        if native is None or not native.can_use(self._layers_of(inputs.kv_cache)[0]):
+        if native is None or inputs.taps or not native.can_use(self._layers_of(inputs.kv_cache)[0]):
             return None
         # One call has no place for levels; operators give its bits.
         return None if self.config.deepstack_levels and inputs.embeds is not None else native
@@ -316,6 +316,12 @@ class DecoderModel(nn.Module, Model):
 
     def compute(self, x: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
         """See Model."""
+        hidden = self.norm.add(*self.run_layers(x, inputs))[0]
+        return hidden if inputs.rows is None else hidden[inputs.rows]
+
+    def run_layers(self, x: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes all layers from the result `x` of `embed`. Returns what `DecoderLayer.forward` does, of
+        the last layer."""
         positions, kv_cache, embeds = inputs.positions, inputs.kv_cache, inputs.embeds
         angles = self.rotary(positions)
         other_angles = angles if self.other_rotary is None else self.other_rotary(positions)
@@ -326,6 +332,8 @@ class DecoderModel(nn.Module, Model):
         size, own_size = self.config.hidden_size, self.config.per_layer_size
         x, *per_layer = x.split([size, *[own_size] * len(self.layers)], 1) if own_size else [x]
         for index, layer in enumerate(self.layers):
+            if index in inputs.taps:
+                inputs.tapped.append(x if residual is None else x + residual)
             group, position = self._places[index]
             assert isinstance(layer, DecoderLayer)
             if layer.is_chunked:
@@ -343,8 +351,7 @@ class DecoderModel(nn.Module, Model):
             if embeds is not None and index < self.config.deepstack_levels:
                 level = embeds[1][:, (index + 1) * size : (index + 2) * size]
                 x.index_add_(0, embeds[0], level.to(x.dtype))
-        hidden = self.norm.add(x, residual)[0]
-        return hidden if inputs.rows is None else hidden[inputs.rows]
+        return x, residual
 
     def _with_chunked(self, inputs: ForwardInputs) -> Sequence[AttentionMetadata]:
         """Returns the metadata of each KV group. If some layers are chunked, the chunked metadata of each

@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,10 @@ class ForwardInputs:
     token_types: torch.Tensor | None = None
     """int64 [num_tokens]: 1 for tokens of the second text of a pair, else 0; None: all are 0. Decoders ignore
     it."""
+    taps: tuple[int, ...] = ()
+    """Layers whose inputs, the residual stream, are wanted beside the result, ascending."""
+    tapped: list[torch.Tensor] = field(default_factory=list)
+    """[num_tokens, hidden_size] for each of `taps`, which the forward pass appends."""
 
 
 class Model(Protocol):
@@ -125,6 +129,12 @@ class Model(Protocol):
     def next_tokens(self, inputs: ForwardInputs) -> torch.Tensor:
         """Returns `best_tokens` of the result of `forward`. A model may do both in one call."""
         return self.best_tokens(self.forward(inputs))
+
+    @property
+    def fed_size(self) -> int:
+        """Size of the target's hidden states that a draft head computes a token from; 0: the model computes
+        tokens from token ids alone."""
+        return 0
 
     @property
     def is_fused(self) -> bool:
@@ -211,3 +221,39 @@ class Model(Protocol):
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model has no use for it."""
         return False
+
+
+class HeadModel(Model, Protocol):
+    """Draft head: a small model that guesses a target's next tokens from the target's hidden states.
+
+    Its input i is token i + 1 and the target's hidden state after token i. Its output i predicts token i + 2.
+    Logits are computed from results of `guess`.
+    """
+
+    def share(self, target: Model) -> None:
+        """Uses the target's embedding and output head. Called once, after the weights are loaded."""
+
+    taps: tuple[int, ...] = ()
+    """Layers of the target whose inputs `fed` reads; known after `share`."""
+
+    def fed(self, hidden: torch.Tensor, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns what `guess` reads of the target's tokens, [num_tokens, fed_size].
+
+        Args:
+            hidden: [num_tokens, hidden_size]: result of the target's `forward`.
+            tapped: inputs of the layers `taps`, each of the same shape.
+        """
+        return hidden
+
+    def guess(self, inputs: ForwardInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the head, and stores its keys and values.
+
+        Args:
+            inputs: tokens i + 1, at positions i.
+            hidden: [num_tokens, fed_size]: results of `fed` for tokens i. For tokens that the target has not
+                computed, the head's own result for the token before stands in for them.
+
+        Returns:
+            [n, hidden_size]: hidden states of `inputs.rows`, or of all tokens.
+        """
+        ...

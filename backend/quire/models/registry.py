@@ -85,6 +85,13 @@ ARCHITECTURES = {
     "ModernBertForSequenceClassification": "modernbert",
 }
 """Module of `quire.models` for each architecture. A new family needs one line here and one file."""
+HEADS = {
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+}
+"""Module of `quire.models` for each architecture of draft heads, which `draft_model` alone may name."""
 
 
 def with_head(hf: HFConfig) -> HFConfig:
@@ -132,12 +139,13 @@ def model_class(hf: HFConfig, model_impl: str = "quire", named: str = "") -> typ
                 f"entry point {entry.value!r:.200} of {ENTRY_POINTS}: {describe(error)}"
             ) from error
         return _checked(entry.value, loaded)
-    if uses_transformers(name, model_impl):
+    if uses_transformers(name, model_impl) and name not in HEADS:
         from quire.models.transformers_fallback import TransformersModel
 
         return TransformersModel
-    if name not in ARCHITECTURES:
+    known = ARCHITECTURES | HEADS
+    if name not in known:
         raise hf.error(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    module = importlib.import_module(f"quire.models.{ARCHITECTURES[name]}")
+    module = importlib.import_module(f"quire.models.{known[name]}")
     found: type[Model] = getattr(module, name)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config import MTP, EngineConfig
 from quire.layers.config import DecoderConfig
 from quire.loader.load import empty_model
 from quire.models.interface import Model
@@ -123,7 +123,8 @@ def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.devi
         check_draft(shape, target)
         check_attention_backend(config, shape, device)
 
-    return empty_model(draft_config(config.model, target), torch.device("meta"), check=check).model
+    own, device = draft_config(config.model, target), torch.device("meta")
+    return empty_model(own, device, check=check, is_head=config.model.draft_model == MTP).model
 
 
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config import EngineConfig, load_config_file
+from quire.config import MTP, EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
 from quire.named_code import resolved
@@ -139,7 +139,7 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     values["model"] = str(checkpoint)
     _find_adapters(values, version_directory)
     for key in ("tokenizer", "draft_model"):
-        if isinstance(named := values.get(key), str) and named:
+        if isinstance(named := values.get(key), str) and named and (key, named) != ("draft_model", MTP):
             _check_letters(key, named)
             values[key] = str(without_links(version_directory / named))
     return values

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.config import ModelConfig
+from quire.config import MTP, ModelConfig
 from quire.errors import ConfigError
 from quire.layers.config import DecoderConfig
 from quire.models.interface import ForwardInputs, Model
@@ -38,14 +38,10 @@ _FEW = 16
 
 
 def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
-    """Returns the configuration for loading the draft model: `config` with the draft model's path; if
-    `max_model_len` is unset, it is the target's."""
-    return replace(
-        config,
-        model=config.draft_model,
-        model_class="",
-        max_model_len=config.max_model_len or target.max_position_embeddings,
-    )
+    """Returns the configuration for loading the draft model: `config` with the draft model's path, or the
+    model's if the draft is its head; if `max_model_len` is unset, it is the target's."""
+    config = replace(config, max_model_len=config.max_model_len or target.max_position_embeddings)
+    return config if config.draft_model == MTP else replace(config, model=config.draft_model, model_class="")
 
 
 def check_draft(draft: DecoderConfig, target: DecoderConfig) -> None:
@@ -80,37 +76,42 @@ _NOTHING = _Span(0, 0, 0)
 
 
 @dataclass(slots=True)
-class _Wanted:
+class Wanted:
     """A row that lacks drafts."""
 
     number: int
     """Index of the row in the step."""
     state: CachedRequest
     count: int
+    num_inputs: int
+    """Number of inputs that the request's known tokens give the draft model."""
     span: _Span = _NOTHING
-    """Tokens of the request that the draft model lacks, as many as the step has room for."""
+    """Inputs of the request that the draft model lacks, as many as the step has room for."""
     drafts: list[int] = field(default_factory=list)
     """Ids of the draft tokens made so far."""
 
     @property
     def num_missed(self) -> int:
-        return len(self.state.token_ids) - self.state.num_drafted
+        return self.num_inputs - self.state.num_drafted
 
     @property
     def is_ready(self) -> bool:
         """Whether the span ends at the newest token, so that drafts can follow it."""
-        return self.span.end == len(self.state.token_ids)
+        return self.span.end == self.num_inputs
 
 
 class DraftModel:
-    """Runs the draft model. `CachedRequest.num_drafted` counts the tokens of each request that it has
-    computed.
+    """Runs the draft model. `CachedRequest.num_drafted` counts the inputs of each request that it has
+    computed. An input is a token.
 
     Args:
         model: the draft model, with weights.
         kv_cache: its KV cache, with as many blocks as the target's.
         max_tokens: most missing tokens that it computes in a step.
     """
+
+    _SHIFT = 0
+    """Index of a request's token in its first input."""
 
     def __init__(self, model: Model, kv_cache: KVCache, max_tokens: int) -> None:
         self.model = model
@@ -128,9 +129,10 @@ class DraftModel:
             catching up made the step longer than drafts alone would.
         """
         lacking = [
-            _Wanted(number, batch.requests[item.request_id], item.num_drafts)
+            Wanted(number, state, item.num_drafts, len(state.token_ids) - self._SHIFT)
             for number, item in enumerate(scheduled)
             if item.num_drafts and not item.draft_token_ids
+            for state in (batch.requests[item.request_id],)
         ]
         if not lacking:
             return scheduled, False
@@ -146,7 +148,17 @@ class DraftModel:
             )
         return filled, any(one.span.size > _FEW or not one.is_ready for one in lacking)
 
-    def _guess(self, wanted: Sequence[_Wanted], table: BlockTable) -> None:
+    def prepare(self, inputs: ForwardInputs) -> None:
+        """Asks in the target's inputs for the hidden states that `keep` needs."""
+
+    def keep(self, hidden: torch.Tensor, inputs: ForwardInputs) -> None:
+        """Stores what the draft model needs of the target's hidden states [num_tokens, hidden_size], for a
+        step's tokens."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies what `keep` stored, for blocks that the target's pool copies: (source, target) pairs."""
+
+    def _guess(self, wanted: Sequence[Wanted], table: BlockTable) -> None:
         """Makes drafts for the rows, except those that lack too many tokens for this step."""
         left = self._max_tokens
         # Who has missed least goes first: long prompts make nobody else wait.
@@ -158,7 +170,11 @@ class DraftModel:
         ready = sorted((one for one in wanted if one.is_ready), key=lambda one: -one.count)
         computed = [*ready, *(one for one in wanted if one.span.size and not one.is_ready)]
         spans = [one.span for one in computed]
-        tokens = [token for one in computed for token in one.state.token_ids[one.span.begin : one.span.end]]
+        tokens = [
+            token
+            for one in computed
+            for token in one.state.token_ids[one.span.begin + self._SHIFT : one.span.end + self._SHIFT]
+        ]
         rows = [_plain(one.state.sampling) for one in ready]
         drawn = [self._draw(to_device(np.array(tokens, dtype=np.int64), self._device), spans, rows, table)]
         for number in range(1, ready[0].count if ready else 0):
@@ -170,8 +186,12 @@ class DraftModel:
         there = iter(torch.cat(drawn).tolist())
         for one in (one for step in drawn for one in ready[: len(step)]):
             one.drafts.append(next(there))
-        for one in computed:  # but for its last draft
-            one.state.num_drafted = one.span.end + max(0, len(one.drafts) - 1)
+        for one in computed:
+            one.state.num_drafted = self._num_computed(one)
+
+    def _num_computed(self, one: Wanted) -> int:
+        """Returns how many inputs of a request stay computed if all its drafts are right."""
+        return one.span.end + max(0, len(one.drafts) - 1)  # but for its last draft
 
     def _draw(
         self, input_ids: torch.Tensor, spans: Sequence[_Span], rows: Sequence[SamplingRow], table: BlockTable
@@ -186,12 +206,17 @@ class DraftModel:
             int64 [len(rows)]; token 0 where the logits hold NaN or have no finite maximum.
         """
         positions, meta, last = self._inputs(spans, table)
-        inputs = ForwardInputs(input_ids, positions, self.kv_cache, [meta], last[: len(rows)])
+        return self._compute(
+            ForwardInputs(input_ids, positions, self.kv_cache, [meta], last[: len(rows)]), rows
+        )
+
+    def _compute(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Computes a batch of inputs. Returns what `_draw` does."""
         if rows and all(row.wants_best_only for row in rows):
             return self.model.next_tokens(inputs).clamp(min=0)
         hidden = self.model.forward(inputs)
         if not rows:
-            return input_ids[:0]
+            return inputs.input_ids[:0]
         return draw(self.model.compute_logits(hidden), rows).token_ids.clamp(min=0)
 
     def _inputs(

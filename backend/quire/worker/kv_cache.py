@@ -112,6 +112,17 @@ def num_blocks_for(
     return num_blocks
 
 
+def _hidden_bytes(config: EngineConfig, model: Model, draft: Model) -> int:
+    """Returns the bytes of the hidden state that is kept for each token; 0: the draft model needs none.
+    Raises ConfigError if it is a head that cannot read the model's."""
+    size, shape = draft.fed_size, model.config
+    if size and size != shape.hidden_size:
+        raise ConfigError(f"draft_model: its hidden_size is {size}, the model's {shape.hidden_size}")
+    if size and config.model.tensor_parallel_size > 1:
+        raise ConfigError("draft_model: a head needs tensor_parallel_size=1: ranks do not divide it")
+    return size * shape.dtype.itemsize
+
+
 _ALIGNMENT = 16
 """Alignment of a state in bytes."""
 _LARGE_BLOCKS = 64
@@ -168,8 +179,8 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     max_step_tokens: int
     draft_bytes: int = 0
-    """Bytes per block of the draft model's keys and values, in a pool of its own; 0: there is no draft
-    model."""
+    """Bytes per block of the draft model's keys and values, in a pool of its own, and of the hidden states
+    kept for a draft head; 0: there is no draft model."""
     keeps_nothing: bool = False
     """Whether blocks only count tokens, because the model is an encoder."""
 
@@ -188,6 +199,7 @@ class KVLayout:
         draft_bytes = 0
         if draft is not None:
             draft_bytes = layers_per_group(draft.kv_groups) * draft.kv_spec(kv_type).layer_bytes(size)
+            draft_bytes += _hidden_bytes(config, model, draft) * size
         limit = shape.rope.longest_model_len
         if asked is not None and asked > limit:
             raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")

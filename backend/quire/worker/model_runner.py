@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from quire.config import EngineConfig
+from quire.config import MTP, EngineConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
@@ -24,7 +24,7 @@ from quire.layers.config import DecoderConfig
 from quire.layers.pooling import Classifier, Pooling, read_pooling, with_classifier
 from quire.loader.info import checkpoint_state, named_tokens
 from quire.loader.load import load_model
-from quire.models.interface import Model
+from quire.models.interface import HeadModel, Model
 from quire.models.kv_groups import layers_per_group
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
@@ -41,6 +41,7 @@ from quire.startup import StartTimeline
 from quire.worker.adapter_memory import AdapterMemory
 from quire.worker.device import HostCopy, to_device
 from quire.worker.device_limits import measure_limits
+from quire.worker.draft_head import DraftHead
 from quire.worker.draft_model import DraftModel, check_draft, draft_config
 from quire.worker.grammar import DraftGrammar, Grammars, RowGrammar
 from quire.worker.graph_runner import (
@@ -134,7 +135,7 @@ class ModelRunner:
 
     def _checkpoint_state(self) -> list[tuple[str, int, int]]:
         model = self._config.model
-        return checkpoint_state(model.model, model.tokenizer, model.draft_model)
+        return checkpoint_state(model.model, model.tokenizer, model.draft_checkpoint)
 
     def _load(self, num_blocks: int | None = None) -> None:
         """Creates everything that `sleep` frees.
@@ -157,7 +158,6 @@ class ModelRunner:
         is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
         # Padded rows of a recorded step would write states.
         is_eager |= any(group.is_state for group in self.model.kv_groups) or not self.model.is_recordable
-        graph_backend = make_graph_backend(self.device, is_eager)
         has_slots = config.adapters.enable_lora
         self.slots = AdapterMemory(self.model, config.adapters, self.device) if has_slots else None
         self._pooler = Pooler(self._read_pooling(), self.model)
@@ -173,6 +173,8 @@ class ModelRunner:
         if config.model.draft_model:
             draft = self._load_draft(shape)
             timeline.end("draft model")
+            is_eager |= draft.fed_size > 0  # recorded steps keep no hidden states
+        graph_backend = make_graph_backend(self.device, is_eager)
         # Nothing has a gradient: what is saved is time of operators, of which one call has none.
         is_fused = self.model.is_fused and (draft is None or draft.is_fused)
         self._no_autograd = nullcontext if is_fused else torch.inference_mode
@@ -199,7 +201,10 @@ class ModelRunner:
             spec = draft.kv_spec(cache.kv_cache_dtype)
             num_layers = layers_per_group(draft.kv_groups)
             pool = KVCache(num_blocks, spec, num_layers, layout.block_size, self.device)
-            self.draft = DraftModel(draft, pool, limits.max_num_batched_tokens)
+            if draft.fed_size:
+                self.draft = DraftHead(cast(HeadModel, draft), pool, limits.max_num_batched_tokens)
+            else:
+                self.draft = DraftModel(draft, pool, limits.max_num_batched_tokens)
         timeline.end("KV cache")
         self.info = RunnerInfo(
             num_blocks=num_blocks,
@@ -264,18 +269,22 @@ class ModelRunner:
         """Launched steps that were not collected yet, the oldest first."""
 
     def _load_draft(self, target: DecoderConfig) -> Model:
-        """Loads the draft model's weights, after checking that it can guess for the target."""
+        """Loads the weights of the draft model, or of the model's head, after checking that it can guess for
+        the target."""
 
         def check(shape: DecoderConfig) -> None:
             check_draft(shape, target)
             check_attention_backend(self._config, shape, self.device)
 
         config = draft_config(self._config.model, target)
-        loaded = load_model(config, self.device, check=check)
+        loaded = load_model(config, self.device, check=check, is_head=config.draft_model == MTP)
+        if loaded.model.fed_size:
+            cast(HeadModel, loaded.model).share(self.model)
         self._cache_writers.append(loaded.cache_writer)
         logger.info(
-            "loaded %s, the draft model: %.1f MiB of %s weights",
+            "loaded %s, the draft %s: %.1f MiB of %s weights",
             config.model,
+            "head" if loaded.model.fed_size else "model",
             loaded.weight_bytes / 2**20,
             loaded.config.dtype,
         )
@@ -359,6 +368,8 @@ class ModelRunner:
             self._settle(earlier)
         self.batch.update(output)
         move_blocks(output, self.kv_cache, self.tiers)
+        if self.draft is not None and output.block_copies:
+            self.draft.copy_blocks(output.block_copies)
         for load in output.adapter_loads:
             assert self.slots is not None, "this runner has no slots"
             self.slots.load(load)
@@ -435,6 +446,8 @@ class ModelRunner:
             step.set_drawn(list(enumerate(states)), drawn, rows)
             return
         inputs = self.batch.prepare(scheduled)
+        if self.draft is not None:
+            self.draft.prepare(inputs.forward)
         step.phase("model")
         found = self._draw(inputs, step)
         if found is None:
@@ -461,6 +474,8 @@ class ModelRunner:
             return Draw(best)
         else:
             hidden = self.model.forward(forward)
+        if self.draft is not None:
+            self.draft.keep(hidden, forward)
         step.phase("sample")
         if inputs.prompt_rows:
             vocab_size = self.info.vocab_size

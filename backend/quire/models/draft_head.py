@@ -1,0 +1,57 @@
+"""DecoderHead: what draft heads of decoder layers have in common."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.errors import ConfigError
+from quire.layers.config import DecoderConfig
+from quire.layers.linear import Linear
+from quire.layers.scheme import SCHEMES, LinearScheme
+from quire.models.decoder import DecoderModel
+from quire.models.interface import ForwardInputs, HeadModel, Model
+from quire_kernels.cpu.decoder import NativeDecoder
+
+
+class PlainLinear(Linear):
+    """Projection into a head, which is never quantised."""
+
+    def allocate(self, scheme: LinearScheme, path: str) -> None:
+        """See Linear."""
+        super().allocate(SCHEMES[None], path)
+
+
+class DecoderHead(DecoderModel, HeadModel):
+    """Decoder layers that compute the next token from a token and a hidden state. The embedding and the
+    output head are the target's."""
+
+    def make_parts(self, config: DecoderConfig) -> None:
+        """See DecoderModel. Drops the embedding and the output head: `share` replaces them."""
+        super().make_parts(config)
+        del self.embed_tokens, self.lm_head
+
+    def share(self, target: Model) -> None:
+        """See HeadModel. Raises ConfigError if transformers' code computes the target."""
+        if not isinstance(target, DecoderModel):
+            raise ConfigError("draft_model: a draft head needs model_impl quire")
+        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+
+    @property
+    def fed_size(self) -> int:
+        """See Model."""
+        return self.config.hidden_size
+
+    def join(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the first layer's input from tokens' embeddings and hidden states. All are [num_tokens,
+        hidden_size]."""
+        raise NotImplementedError
+
+    def guess(self, inputs: ForwardInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """See HeadModel. The result is the last layer's output, without a norm."""
+        x, residual = self.run_layers(self.join(self.embed_tokens(inputs.input_ids), hidden), inputs)
+        total = x if residual is None else x + residual
+        return total if inputs.rows is None else total[inputs.rows]
+
+    def _fuse(self) -> NativeDecoder | None:
+        """Returns None: no single call has a place for hidden states."""
+        return None
