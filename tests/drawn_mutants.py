@@ -55,7 +55,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "written directory stays private",
-        "backend/quire/quantize/directory.py",
+        "backend/quire_quantize/directory.py",
         "        directory.chmod(0o755)\n",
         "",
         ("tests/unit/test_quantize.py::test_a_server_of_another_user_can_read_what_is_written",),
@@ -146,7 +146,7 @@ DRAWN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "shards are counted from 0",
-        "backend/quire/quantize/directory.py",
+        "backend/quire_quantize/directory.py",
         "enumerate(self._files, 1)",
         "enumerate(self._files)",
         ("tests/unit/test_quantize.py::test_many_tensors_are_in_several_files",),

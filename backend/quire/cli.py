@@ -15,8 +15,8 @@ _COMMANDS = {
     "serve": ("quire.server.serve:serve", "Serve a model repository with tritonserver."),
     "healthcheck": ("quire.server.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
     "plan": ("quire.plan.command:plan", "Check configurations and predict their capacity."),
-    "quantize": ("quire.quantize.command:quantize", "Quantise a checkpoint, and measure what that costs."),
-    "perplexity": ("quire.quantize.command:perplexity", "Measure how well a checkpoint foretells a text."),
+    "quantize": ("quire_quantize.command:quantize", "Quantise a checkpoint, and measure what that costs."),
+    "perplexity": ("quire_quantize.command:perplexity", "Measure how well a checkpoint foretells a text."),
     "repository": ("quire_ensemble.cli:repository", "Build model repositories from checkpoints."),
 }
 

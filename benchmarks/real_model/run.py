@@ -29,9 +29,9 @@ from benchmarks.peers import venvs
 from benchmarks.peers.registry import LLAMA_CPP
 from benchmarks.real_model.prompts import PROMPTS
 from benchmarks.served import served
-from quire.quantize import perplexity
 from quire_client.aio import AsyncClient
 from quire_ensemble.tokenizer import Tokenizer
+from quire_quantize import perplexity
 
 NUM_TOKENS = 64
 NUM_COMPARED = 32

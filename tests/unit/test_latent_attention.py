@@ -21,9 +21,9 @@ from quire.layers.latent_attention import LatentAttention
 from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
 from quire.plan.capacity import predict
-from quire.quantize.source import SourceCheckpoint as Source
 from quire_kernels import ops, registry
 from quire_kernels.metadata import AttentionMetadata
+from quire_quantize.source import SourceCheckpoint as Source
 from tests.fixtures.adapters import make_adapter, merge
 from tests.fixtures.checkpoints import MLA_FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drafters import told

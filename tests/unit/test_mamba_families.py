@@ -17,7 +17,7 @@ from quire.layers.hf_config import HFConfig
 from quire.layers.states import StatesConfig
 from quire.loader.load import load_model
 from quire.models.registry import model_class
-from quire.quantize.source import SourceCheckpoint
+from quire_quantize.source import SourceCheckpoint
 from tests.fixtures.checkpoints import MAMBA_FAMILIES, Checkpoints, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 

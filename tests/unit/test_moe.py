@@ -17,7 +17,7 @@ from quire.errors import CheckpointError
 from quire.layers.linear import Linear
 from quire.layers.moe import MixtureOfExperts, Router
 from quire.loader.load import empty_model
-from quire.quantize.source import SourceCheckpoint
+from quire_quantize.source import SourceCheckpoint
 from tests.fixtures.checkpoints import MOE_FAMILIES, make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.fixtures.graphs import recorded_steps

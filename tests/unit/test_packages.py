@@ -45,7 +45,7 @@ def test_a_wheel_brings_kernels_that_need_no_compiler(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         file.extractall(unpacked)
         names = file.namelist()
-    ours = {"quire", "quire_common", "quire_ensemble", "quire_kernels"}
+    ours = {"quire", "quire_quantize", "quire_common", "quire_ensemble", "quire_kernels"}
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {*ours, "quire_triton"}
     libraries = {name.rpartition("/")[2].split("-")[1] for name in names if name.endswith(".so")}
     assert libraries == {"amx", "avx512_bf16", "avx512", "avx2"}

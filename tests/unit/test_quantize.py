@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from quire.cli import main
 from quire.errors import CheckpointError
 from quire.loader.quantized.formats import Format, PackedIntegers, ScaledRows, WholeIntegers
-from quire.quantize import directory
-from quire.quantize.calibration import Calibration
-from quire.quantize.gptq import gptq_codes
-from quire.quantize.perplexity import perplexity, windows
-from quire.quantize.quantize import quantize
-from quire.quantize.rounding import FP8, Grid, QuantizedMatrix, group_grid, on_grid, round_rows
-from quire.quantize.scaling import awq_factors, input_groups, scale, sharing
-from quire.quantize.schemes import SCHEMES
-from quire.quantize.source import SourceCheckpoint
 from quire_ensemble.tokenizer import Tokenizer
+from quire_quantize import directory
+from quire_quantize.calibration import Calibration
+from quire_quantize.gptq import gptq_codes
+from quire_quantize.perplexity import perplexity, windows
+from quire_quantize.quantize import quantize
+from quire_quantize.rounding import FP8, Grid, QuantizedMatrix, group_grid, on_grid, round_rows
+from quire_quantize.scaling import awq_factors, input_groups, scale, sharing
+from quire_quantize.schemes import SCHEMES
+from quire_quantize.source import SourceCheckpoint
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import write_gguf

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.machine import ROOT
 from benchmarks.peers import registry, venvs
 from quire.llm import LLM
-from quire.quantize.quantize import quantize
-from quire.quantize.schemes import SCHEMES
+from quire_quantize.quantize import quantize
+from quire_quantize.schemes import SCHEMES
 from tests.fixtures.perplexity import DEMO, demo_answers
 
 NUM_TOKENS = 12

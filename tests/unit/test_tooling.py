@@ -334,6 +334,7 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
 def test_core_imports_neither_torch_nor_zeromq_and_packages_keep_their_places() -> None:
     forbidden = {
         "backend/quire/core": {"torch", "zmq", "triton_python_backend_utils"},
+        "backend/quire": {"quire_quantize"},
         "common/quire_common": {"quire", "quire_kernels", "quire_ensemble", "quire_client"},
         "kernels/quire_kernels": {"quire", "quire_ensemble", "quire_client"},
         "ensemble/quire_ensemble": {"quire", "quire_kernels", "quire_client"},

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.layers.config import DecoderConfig
-from quire.quantize.calibration import InputStatistics
-from quire.quantize.rounding import Grid
+from quire_quantize.calibration import InputStatistics
+from quire_quantize.rounding import Grid
 
 Tensors = dict[str, torch.Tensor]
 """Tensors of one decoder layer in float32, by their names in the layer, such as "mlp.up_proj.weight"."""

@@ -10,10 +10,10 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.layers.config import DecoderConfig
-from quire.quantize.calibration import InputStatistics
-from quire.quantize.gptq import gptq_codes
-from quire.quantize.rounding import FP8, QuantizedMatrix, group_grid, on_grid, round_rows
-from quire.quantize.scaling import Tensors, awq_factors, input_groups, scale, sharing, smoothing_factors
+from quire_quantize.calibration import InputStatistics
+from quire_quantize.gptq import gptq_codes
+from quire_quantize.rounding import FP8, QuantizedMatrix, group_grid, on_grid, round_rows
+from quire_quantize.scaling import Tensors, awq_factors, input_groups, scale, sharing, smoothing_factors
 
 _GROUPS = (128, 64, 32)
 

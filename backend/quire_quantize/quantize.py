@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from quire.errors import CheckpointError
-from quire.quantize.calibration import Calibration
-from quire.quantize.directory import WeightsWriter, new_directory, write_json
-from quire.quantize.perplexity import CALIBRATION_TOKENS, WINDOW, windows
-from quire.quantize.rounding import QuantizedMatrix
-from quire.quantize.schemes import SCHEMES, LayerInputs, group_size
-from quire.quantize.source import SourceCheckpoint
 from quire_ensemble.tokenizer import Tokenizer
+from quire_quantize.calibration import Calibration
+from quire_quantize.directory import WeightsWriter, new_directory, write_json
+from quire_quantize.perplexity import CALIBRATION_TOKENS, WINDOW, windows
+from quire_quantize.rounding import QuantizedMatrix
+from quire_quantize.schemes import SCHEMES, LayerInputs, group_size
+from quire_quantize.source import SourceCheckpoint
 
 
 def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Callable[[int, int], None]) -> int:

@@ -29,9 +29,9 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
     compressed-tensors' format. Embeddings and head stay as they are. The first three quarters of the text are
     for calibration. The last quarter is for perplexity.
     """
-    from quire.quantize.perplexity import perplexity, split, text_of
-    from quire.quantize.quantize import quantize as run
     from quire_common.hub import find_checkpoint
+    from quire_quantize.perplexity import perplexity, split, text_of
+    from quire_quantize.quantize import quantize as run
 
     try:
         path = find_checkpoint(checkpoint)
@@ -57,9 +57,9 @@ def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...
     The text is cut into windows of 512 tokens, at most 16384 tokens in all. Every token except the first of a
     window counts.
     """
-    from quire.quantize.perplexity import perplexity as measure
-    from quire.quantize.perplexity import split, text_of
     from quire_ensemble.cli import parse_option
+    from quire_quantize.perplexity import perplexity as measure
+    from quire_quantize.perplexity import split, text_of
 
     try:
         text = split(text_of(None))[1] if text_file is None else text_of(text_file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.quantize.rounding import Grid
+from quire_quantize.rounding import Grid
 
 BLOCK = 128
 """Columns after which their errors are applied to all that follow. This makes one large product of many small
