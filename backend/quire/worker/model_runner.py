@@ -322,8 +322,8 @@ class ModelRunner:
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
             os.close(self.kv_cache.fd)
         self.tiers = None
-        made = ("model", "slots", "draft", "kv_cache", "batch", "graphs", "prompt_graphs", "_grammars")
-        for name in (*made, "_launched"):
+        made = ("model", "slots", "draft", "kv_cache", "batch", "graphs", "prompt_graphs")
+        for name in (*made, "_grammars", "_launched", "_pooler"):
             vars(self).pop(name, None)
         gc.unfreeze()  # what is garbage may have been made before the engine was ready
         gc.collect()

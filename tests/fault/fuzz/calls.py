@@ -108,6 +108,7 @@ VALID: dict[str, Draw] = {
     "text_input": lambda rng: (
         words(rng) if rng.random() < 0.8 else [words(rng) for _ in range(rng.randrange(1, 5))]
     ),
+    "text_pair": lambda rng: [words(rng) for _ in range(rng.randrange(1, 5))],
     "messages": lambda rng: json.dumps(messages(rng)),
     "input_ids": token_ids,
     "image_embeds": lambda rng: [[rng.gauss(0, 1)] * HIDDEN_SIZE for _ in range(rng.randrange(1, 5))],
