@@ -76,8 +76,9 @@ def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[s
 
     Args:
         files: names of all .gguf files, relative to the repository.
-        file: name of the wanted file, or of a part of it; None: any.
-        kind: how the wanted name ends, before the number of a part; None: in any way.
+        file: name of the wanted file; of a split file, the name of any of its parts. None: any but mmproj-*.
+        kind: how the wanted name ends, before ".gguf" and the number of a part, in upper or lower case; None:
+            in any way.
 
     Raises:
         LookupError: no file fits, several do, or parts are missing.

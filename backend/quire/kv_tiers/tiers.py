@@ -175,7 +175,8 @@ class KVTiers:
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Protects blocks that are about to be loaded from eviction by earlier saves."""
+        """Makes these blocks the most recently used ones of each tier. They are about to be loaded, and saves
+        that are carried out before that should not evict them first."""
         for tier in self._tiers:
             tier.attempt(None, tier.store.touch, keys)
 

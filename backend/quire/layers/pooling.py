@@ -168,7 +168,8 @@ def _labels(hf: HFConfig) -> tuple[str, ...]:
 
 
 def _folder(file: Path, name: Any) -> Path:
-    """Returns the folder of a module that `file` names."""
+    """Returns the folder `name`, which modules.json (`file`) names for a module and which lies beside it.
+    Raises CheckpointError if `name` is not the plain name of a folder, or the folder must not be read."""
     if not isinstance(name, str) or not is_name(name) or Path(name).name != name or name == "..":
         raise CheckpointError(f"{file}: {shown(name)} is not the name of a folder beside it")
     folder = file.with_name(name)

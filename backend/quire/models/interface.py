@@ -132,8 +132,8 @@ class Model(Protocol):
 
     @property
     def fed_size(self) -> int:
-        """Size of the target's hidden states that a draft head computes a token from; 0: the model computes
-        tokens from token ids alone."""
+        """Numbers per token in what a draft head reads of the target (the result of `HeadModel.fed`); 0: the
+        model is no draft head."""
         return 0
 
     @property

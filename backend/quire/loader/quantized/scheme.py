@@ -131,7 +131,9 @@ class ForeignScheme:
             yield one
 
     def report(self) -> None:
-        """Logs how many bytes the layers have in the files and after packing."""
+        """Logs how many bytes the quantised layers have in the files and after packing, and how many of the
+        latter are plain numbers. Logs that the file's scales of keys and values are not used, if there are
+        any."""
         stored, packed, dequantized = (number / 2**20 for number in vars(self.tally).values())
         text = f"{self.rules.method} weights: {stored:.1f} MiB in the files are kept in {packed:.1f} MiB"
         if dequantized:
