@@ -464,7 +464,9 @@ def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]
     problems: list[str] = []
     for key, value in values.items():
         if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1)
+            objects = [name for name, kind in kinds.items() if dataclasses.is_dataclass(kind)]
+            holders = [name for name in objects if key.startswith(f"{name}_")]
+            near = holders or difflib.get_close_matches(key, kinds, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(kinds))}"
             problems.append(f"{where}configuration key {key!r:.80} is unknown; {hint}")
             continue

@@ -90,12 +90,16 @@ def test_pairs_of_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:  # noqa: 
             r"text_pair\[1\]: .*at most 64 \(max_model_len\)",
         ),
         (
+            {"text_input": strings("a" * 100), "text_pair": strings(*["b"] * 10), **WANTED},
+            "text_pair: at most 1000 bytes, got 1010",
+        ),
+        (
             {"text_input": strings("a"), "text_pair": np.array([b"\xff"], np.object_), **WANTED},
             "text_pair: invalid UTF-8",
         ),
         ({"input_ids": np.array([5] * 65, np.int32), **WANTED}, r"prompt: 65 tokens, at most 64"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_is_wrong_is_named(tokenizer: Tokenizer, inputs: dict[str, Any], message: str) -> None:  # noqa: F811
     with pytest.raises(InvalidArgumentError, match=message):

@@ -181,7 +181,9 @@ def cell(path: Path, column: int) -> str:
 
 
 def test_the_families_are_those_there_are() -> None:
-    assert BY_ARCHITECTURE.keys() == ARCHITECTURES.keys()
+    # Encoders and draft heads have lines elsewhere: they generate no text.
+    others = {"bert", "modernbert", "eagle", "eagle3"}
+    assert BY_ARCHITECTURE.keys() == {name for name, module in ARCHITECTURES.items() if module not in others}
 
 
 def test_plain_weights_load_of_every_family_that_says_so(plain: Callable[..., Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from quire.layers.hf_config import HFConfig
 from quire.layers.pooling import Classifier, read_classifier
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_model
-from tests.unit.test_embeddings import BEGINNING, PROMPTS
+from tests.unit.test_embeddings import BEGINNING, PROMPTS, write_pooling
 from tests.unit.test_oracle_matrix import engine
 
 
@@ -101,7 +101,12 @@ def test_scores_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
     make_classifier("llama", path, "Llama", 2)
     with pytest.raises(ConfigError, match="classifier_from_token: this checkpoint computes no logits"):
         engine(path, classifier_from_token="a,e")
+    with pytest.raises(CheckpointError, match="TransformersModel computes no scores"):
+        engine(path, model_impl="transformers")
     shutil.rmtree(path)
+    write_pooling(tmp_path / "model", "mean_tokens")
+    with pytest.raises(ConfigError, match=r"classifier_from_token: needs pooling of the last token, not mean"):
+        engine(tmp_path / "model", classifier_from_token="a,e")
 
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}

@@ -73,6 +73,7 @@ def test_round_trip_keeps_what_differs_from_the_defaults() -> None:
         ({"result_cache": {"memory": "lots"}}, ["result_cache: memory must be an integer in [0, ", "MiB"]),
         ({"result_cache": "1MB"}, ["result_cache must be a JSON object, got '1MB'"]),
         ({"kv_events_endpoint": "a"}, ["kv_events_endpoint", "did you mean 'kv_events'?"]),
+        ({"result_cache_memory": "1MB"}, ["result_cache_memory", "did you mean 'result_cache'?"]),
         ({"tenants": "[1]"}, ["tenants must be a JSON object"]),
         ({"tenants": "[" * 10**5}, ["tenants must be a JSON object"]),
         ({"tenants": {"a": 3}}, ["tenants: 'a' must be a JSON object, got 3"]),

@@ -293,7 +293,16 @@ def test_an_eagle_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a draft head needs model_impl quire"):
         LLM(case.path, **OPTIONS, **case.options, model_impl="transformers")
     eagle3 = make_eagle3_head(case.path, tmp_path / "eagle3")
-    with pytest.raises(ConfigError, match="an EAGLE-3 head needs 6 layers of the model"):
+    with pytest.raises(ConfigError, match="an EAGLE-3 head needs 7 layers of the model"):
         LLM(case.path, **OPTIONS, num_draft_tokens=3, draft_model=str(eagle3))
+    known = read_tensors(eagle3)
+    write_tensors(eagle3, known | {"d2t": known["d2t"] + 100_000})
+    with pytest.raises(ConfigError, match=r"draft_model: d2t names tokens \d+ to \d+, the vocabulary has"):
+        LLM(case.path, **OPTIONS, num_draft_tokens=3, draft_model=str(eagle3))
+    with pytest.raises(ConfigError, match="is a draft head: name it under draft_model"):
+        LLM(case.draft_model, **OPTIONS, num_draft_tokens=3, draft_model=str(case.path))
+    edit_config(Path(case.draft_model), dtype="float16")
+    assert "the head's type is torch.float16" in refusal(case.path, case.draft_model, dtype="auto")
+    edit_config(Path(case.draft_model), dtype="float32")
     edit_config(Path(case.draft_model), num_hidden_layers=2)
     assert "heads of one layer are supported" in refusal(case.path, case.draft_model)

@@ -109,6 +109,8 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     llm.core.close()
     with pytest.raises(ConfigError, match="kv_cache_dtype=int8: an encoder keeps no keys"):
         engine(tmp_path, max_num_batched_tokens=128, kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="enable_lora: adapters of encoders are not supported"):
+        engine(tmp_path, max_num_batched_tokens=128, enable_lora=True)
     write_pooling(tmp_path, "mean_tokens", "cls_token")
     with pytest.raises(CheckpointError, match="embeddings are not supported: the checkpoint pools by"):
         engine(tmp_path, max_num_batched_tokens=128)

@@ -190,6 +190,7 @@ def test_layers_of_nemotron_h_are_said_in_two_ways() -> None:
         ({**GRANITE_4, "layer_types": ["mamba"]}, "layer_types must be 40 of linear_attention, mamba"),
         ({**GRANITE_4, "mamba_d_head": 32}, "mamba_n_heads=48 of mamba_d_head=32 do not make mamba_expand"),
         ({**GRANITE_4, "position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supp"),
+        ({**GRANITE_4, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported with Mamba-2"),
         ({**GRANITE_4, "shared_intermediate_size": 0}, "shared_intermediate_size must be a positive whole"),
     ],
 )

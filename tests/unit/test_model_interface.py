@@ -102,10 +102,10 @@ def test_cached_chunked_and_preempted_it_generates_what_it_does_alone(
         assert runner.graphs.num_replays > 10 and runner.prompt_graphs.num_replays > 10
 
 
-def test_nobody_but_families_and_the_quantizer_knows_the_decoder() -> None:
+def test_nobody_but_families_knows_the_decoder() -> None:
     root = Path(quire.__file__).parent
     users = {path.relative_to(root).parts[0] for path in root.rglob("*.py") if DECODER in path.read_text()}
-    assert users == {"models", "quantize"}
+    assert users == {"models"}
 
 
 def test_hidden_states_of_all_tokens_are_there_on_request(checkpoint: Path) -> None:

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from quire.config import EngineConfig, TenantLimits
+from quire.core.policies.reservation import Predicted
 from quire.core.policies.tenants import MAX_IDLE_TENANTS, Tenants
-from quire.core.request import Request
+from quire.core.request import FinishReason, Request
 from quire.errors import UnavailableError
 from quire.request.sampling_params import SamplingParams
 from quire.request.scheduling_params import SchedulingParams
@@ -191,3 +192,18 @@ def test_the_fair_queue_charges_what_a_prompt_computes() -> None:
     engine.run()
     assert engine.requests["again"].num_cached_tokens == 40
     assert counter(engine.scheduler.roster.queue, "b") == 43 + 1 + 2  # lifted, as nobody waits
+
+
+def test_pooled_prompts_are_no_outputs_to_learn_from_and_decode_nothing() -> None:
+    """Embeddings counted as outputs of no token, so each generation was expected to end at once; and their
+    rows in flight held prompts back with decode_first."""
+    engine = FakeEngine(num_blocks=64, kv_reservation="predicted", batch_policy="decode_first")
+    engine.add("tokens", 4, 9)
+    engine.run()
+    pooled = engine.add("pooled", 1, 1, dimensions=4)
+    assert pooled.num_missing == 1 and not pooled.decodes
+    pooled.finish_reason = FinishReason.STOP
+    reservation = engine.scheduler._reservation
+    assert isinstance(reservation, Predicted)
+    reservation.on_finished(pooled)
+    assert reservation._lengths == [9]

@@ -133,7 +133,7 @@ class Planner:
                 count = min(count, self._max_row_tokens, step.budget)
             if count > 1 and decodes and not self._queue.preempts:
                 # One of a smaller rank that was admitted later must not stall those that decode already.
-                num_behind = sum(other.num_missing == 1 for other in running[index + 1 :])
+                num_behind = sum(other.decodes for other in running[index + 1 :])
                 count = min(count, step.budget - num_behind)
                 if count <= 0:
                     continue

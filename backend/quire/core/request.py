@@ -211,6 +211,11 @@ class Request:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
+    def decodes(self) -> bool:
+        """Whether the one token to compute is followed by another, as it is not in a pooled prompt."""
+        return self.num_missing == 1 and not self.sampling_params.dimensions
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

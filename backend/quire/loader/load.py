@@ -175,8 +175,10 @@ def empty_model(
     kind = model_class(hf, config.model_impl, config.model_class)
     if is_head:
         kind = head_class(hf, kind)
-    if issubclass(kind, DecoderHead) and not config.draft_model:
+    if issubclass(kind, DecoderHead) and not is_head and config.model != config.draft_model:
         raise ConfigError(f"{hf.path}: {hf.architecture} is a draft head: name it under draft_model")
+    if classifier is not None and kind.class_logits is Model.class_logits:
+        raise hf.error(f"{kind.__name__} computes no scores: classifiers are not supported by it")
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with checkpoint_errors(hf):
         rules = read_rules(hf)
@@ -302,14 +304,14 @@ class _Packing:
 
 
 def fill_randomly(model: Model) -> None:
-    """Fills matrices with seeded random numbers, so that products are as large as their inputs, and vectors
-    with 1."""
+    """Fills matrices with seeded random numbers, so that products are as large as their inputs, vectors of
+    numbers with 1, and vectors of integers with 0."""
     weights = [weight for _, weight, _ in model.weights()]
     generator = torch.Generator(weights[0].device).manual_seed(0)
     with torch.no_grad():
         for weight in weights:
             if weight.dim() == 1:
-                weight.fill_(1.0)
+                weight.fill_(1 if weight.is_floating_point() else 0)
             else:
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
 

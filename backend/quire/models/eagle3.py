@@ -21,8 +21,8 @@ from quire.models.draft_head import DecoderHead, PlainLinear
 from quire.models.interface import Model
 from quire.models.llama import LlamaForCausalLM
 
-LEAST_LAYERS = 6
-"""Least number of a target's layers of which three are tapped."""
+LEAST_LAYERS = 7
+"""Least number of a target's layers, so that the three that are tapped differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,14 @@ class LlamaForCausalLMEagle3(DecoderHead, LlamaForCausalLM):
         self.d2t = _TokenMap(config.draft_vocab_size)
 
     def share(self, target: Model) -> None:
-        """See HeadModel. Raises ConfigError if the target has too few layers."""
-        own, num_layers = self.lm_head, target.config.num_layers
+        """See HeadModel. Raises ConfigError if the target has too few layers, or lacks tokens that `d2t`
+        names."""
+        own, num_layers, ids = self.lm_head, target.config.num_layers, self.d2t.ids
+        if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
+            raise ConfigError(
+                f"draft_model: d2t names tokens {int(ids.min())} to {int(ids.max())}, the vocabulary has "
+                f"{self.config.vocab_size}"
+            )
         if num_layers < LEAST_LAYERS:
             raise ConfigError(f"draft_model: an EAGLE-3 head needs {LEAST_LAYERS} layers of the model")
         super().share(target)

@@ -180,6 +180,10 @@ class EncoderModel(nn.Module, Model):
         hidden = self.encode(x, inputs, lens)
         return hidden if inputs.rows is None else hidden[inputs.rows]
 
+    def take_slots(self) -> None:
+        """See Model. Raises ConfigError: adapters of encoders are not supported."""
+        raise ConfigError("enable_lora: adapters of encoders are not supported")
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Is never called: admission refuses requests for tokens."""
         raise NotImplementedError

@@ -61,6 +61,9 @@ class GraniteMoeHybridForCausalLM(StatesModel, GraniteForCausalLM):
         key = "layer_types" if hf.get("layer_types") else "layers_block_type"
         if hf.get(key):
             kinds = layer_kinds(hf, key, base.num_layers, LAYER_TYPES)
+        if base.activation != "silu" and "linear_attention" in kinds:
+            act = hf.get("hidden_act")
+            raise hf.error(f"hidden_act {act!r:.40} is not supported with Mamba-2; supported: silu")
         positions = hf.get("position_embedding_type", "nope")
         if positions not in ("rope", "nope"):
             raise hf.error(

@@ -97,6 +97,7 @@ class Lfm2ForCausalLM(StatesModel):
         places = hf.get("full_attn_idxs", list(range(num_layers)))
         if not isinstance(places, list) or any(type(one) is not int for one in places):
             raise hf.error(f"full_attn_idxs must be a list of layers' numbers, got {places!r:.80}")
+        places = set(places)
         return ["full_attention" if layer in places else "conv" for layer in range(num_layers)]
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:

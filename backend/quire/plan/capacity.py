@@ -123,8 +123,8 @@ def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.devi
         check_draft(shape, target)
         check_attention_backend(config, shape, device)
 
-    own, device = draft_config(config.model, target), torch.device("meta")
-    return empty_model(own, device, check=check, is_head=config.model.draft_model == MTP).model
+    own, is_head = draft_config(config.model, target), config.model.draft_model == MTP
+    return empty_model(own, torch.device("meta"), check=check, is_head=is_head).model
 
 
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:

@@ -135,6 +135,10 @@ class RequestReader:
             if array.dtype == np.object_:
                 raw.num_bytes += self._check_text(name, values)
             raw.tensors[name], raw.shapes[name] = values, array.shape
+        firsts, seconds = raw.tensors.get("text_input", []), raw.tensors.get("text_pair", [])
+        if len(firsts) == 1 < len(seconds):  # tokenized with each of them
+            raw.num_bytes += (len(seconds) - 1) * len(firsts[0])
+            _check_size("text_pair", raw.num_bytes, self._config.max_prompt_bytes)
         return raw
 
     def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:

@@ -39,11 +39,11 @@ class DraftHead(DraftModel):
     def __init__(self, head: HeadModel, kv_cache: KVCache, max_tokens: int) -> None:
         super().__init__(head, kv_cache, max_tokens)
         self.head = head
-        self.hidden = torch.zeros(
+        self.hidden = torch.empty(
             (kv_cache.num_blocks, kv_cache.block_size, head.fed_size),
             dtype=head.config.dtype,
             device=kv_cache.blocks.device,
-        )
+        ).zero_()  # written, so that memory is lacking now or never
         """[num_blocks, block_size, fed_size]: what the head reads of the target for the token of each
         slot."""
         self._last: torch.Tensor | None = None

@@ -118,6 +118,10 @@ def _hidden_bytes(config: EngineConfig, model: Model, draft: Model) -> int:
     size, shape = draft.fed_size, model.config
     if size and size != shape.hidden_size:
         raise ConfigError(f"draft_model: its hidden_size is {size}, the model's {shape.hidden_size}")
+    if size and draft.config.dtype != shape.dtype:
+        raise ConfigError(
+            f"draft_model: the head's type is {draft.config.dtype}, the model's {shape.dtype}: state dtype"
+        )
     if size and config.model.tensor_parallel_size > 1:
         raise ConfigError("draft_model: a head needs tensor_parallel_size=1: ranks do not divide it")
     return size * shape.dtype.itemsize

@@ -307,6 +307,10 @@ class ModelRunner:
         if config.classifier_from_token:
             if not pooling.generates:
                 raise ConfigError("classifier_from_token: this checkpoint computes no logits of tokens")
+            if pooling.mode != "last":
+                raise ConfigError(
+                    f"classifier_from_token: needs pooling of the last token, not {pooling.mode}"
+                )
             tokens = named_tokens(config.tokenizer or config.model, config.classifier_from_token)
             (_, no), (yes_name, yes) = tokens
             pooling = replace(pooling, classifier=Classifier((yes_name,), "sigmoid"), token_ids=(no, yes))

@@ -32,6 +32,6 @@ def phases(policy: str, running: Sequence[Request], num_waiting: int, number: in
             return Phases(False, True, True)
         return Phases(True, True, False)
     is_held = policy == "decode_first" and number % PROMPT_INTERVAL != 0
-    if is_held and any(request.num_missing == 1 for request in running):
+    if is_held and any(request.decodes for request in running):
         return Phases(True, False, False)
     return Phases(True, True, True)

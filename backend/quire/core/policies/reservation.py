@@ -175,6 +175,8 @@ class Predicted(Reservation):
     def on_finished(self, request: Request) -> None:
         if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
+        if request.sampling_params.dimensions:
+            return  # pooled: it had no output to learn from
         if len(self._recent) == WINDOW:
             del self._lengths[bisect.bisect_left(self._lengths, self._recent.popleft())]
         self._recent.append(request.num_output_tokens)

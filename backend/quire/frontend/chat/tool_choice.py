@@ -1,8 +1,8 @@
 """Grammars of answers to chat messages: calls that are required or have begun, and response formats.
 
-They are structural tags (`StructuredOutput.structural_tag`). Calls stand between the model's own markers, with
-arguments that follow the tools' schemas, in JSON or in the model's own form. A response format is JSON, a
-regular expression or a choice. Reasoning comes before, if the model's answers begin with it.
+They are structural tags (`StructuredOutput.structural_tag`). Calls stand between the model's own markers,
+with arguments that follow the tools' schemas, in JSON or in the model's own form. A response format is JSON,
+a regular expression or a choice. Reasoning comes before, if the model's answers begin with it.
 """
 
 from __future__ import annotations
