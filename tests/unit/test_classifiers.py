@@ -105,7 +105,7 @@ def test_scores_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
         engine(path, model_impl="transformers")
     shutil.rmtree(path)
     write_pooling(tmp_path / "model", "mean_tokens")
-    with pytest.raises(ConfigError, match=r"classifier_from_token: needs pooling of the last token, not mean"):
+    with pytest.raises(ConfigError, match="classifier_from_token: needs pooling of the last token, not mean"):
         engine(tmp_path / "model", classifier_from_token="a,e")
 
 
