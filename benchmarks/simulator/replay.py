@@ -86,14 +86,16 @@ class _Replay:
     def __init__(self, header: dict[str, Any], records: list[dict[str, Any]]) -> None:
         self.clock = VirtualClock()
         self.clock.now = header["time"]
-        recorded = EngineConfig.from_mapping({**header["scheduler"], **header["cache"]})
+        # With states, the block size may be one that a configuration file cannot have.
+        stated = {key: value for key, value in header["cache"].items() if key != "block_size"}
+        recorded = EngineConfig.from_mapping({**header["scheduler"], **stated})
         config = dataclasses.replace(
             recorded.scheduler,
             max_waiting_requests=UNLIMITED,
             max_waiting_tokens=UNLIMITED,
             max_predicted_ttft_ms=0,
         )
-        cache = recorded.cache
+        cache = dataclasses.replace(recorded.cache, block_size=header["cache"]["block_size"])
         kv = make_kv(
             cache,
             max_step_tokens=header["max_step_tokens"],

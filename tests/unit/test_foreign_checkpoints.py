@@ -13,10 +13,12 @@ import torch
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.layers.hf_config import HFConfig
 from quire.layers.scheme import SCHEMES
 from quire.loader.load import empty_model, fill_weights, load_model
 from quire.loader.quantized import scheme
 from quire.loader.quantized.decoded import Decoded
+from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme, ForeignTensors
 from quire.models.decoder import DecoderModel
 from quire_kernels import registry
@@ -486,3 +488,14 @@ def test_blocks_of_bitsandbytes_go_on_in_the_next_row(name: str, tmp_path: Path)
     model = build_model("llama", **sizes)
     model.load_state_dict(means, strict=False)
     torch.testing.assert_close(logits(path), hf_logits(model, IDS), atol=1e-3, rtol=0.0)
+
+
+def test_rules_of_nemotron_h_name_the_modules_of_its_files() -> None:
+    """Layers under "backbone" were not exempt, nor routers, which modelopt does not list."""
+    quantized = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    exempt = {"ignore": ["backbone.layers.4.mixer.in_proj", "lm_head"]}
+    rules = read_rules(HFConfig(Path("config.json"), {"quantization_config": {**quantized, **exempt}}))
+    assert rules is not None
+    names = ("layers.4.mixer.in_proj", "layers.5.mixer.in_proj", "layers.5.mixer.gate")
+    found = [rules.format_of(f"model.{name}") is not None for name in names]
+    assert found == [False, True, False]

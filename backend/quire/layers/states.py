@@ -11,6 +11,8 @@ import torch
 from quire.layers.config import DecoderConfig
 from quire.layers.hf_config import HFConfig
 
+MAX_TAPS = 64
+"""Most taps of a convolution before a state."""
 LAYER_TYPES = {
     "linear_attention": "linear_attention",
     "mamba": "linear_attention",

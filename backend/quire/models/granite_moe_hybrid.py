@@ -11,7 +11,7 @@ from torch import nn
 from quire.layers.config import MAX_EXPERTS, DecoderConfig, ExpertsConfig
 from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire.layers.mamba import Mamba2, MambaShape, step_limit
-from quire.layers.states import LAYER_TYPES, StatesConfig, layer_kinds
+from quire.layers.states import LAYER_TYPES, MAX_TAPS, StatesConfig, layer_kinds
 from quire.models.decoder import DecoderLayer
 from quire.models.granite import GraniteForCausalLM
 from quire.models.stacked_experts import split_experts
@@ -110,7 +110,7 @@ def _mamba_shape(hf: HFConfig, hidden_size: int) -> MambaShape:
         head_dim=size,
         num_groups=hf.require_int("mamba_n_groups", 1, most=MAX_HEADS),
         state_dim=hf.require_int("mamba_d_state", 256, most=MAX_HEADS),
-        num_taps=hf.require_int("mamba_d_conv", 4, most=MAX_HEADS),
+        num_taps=hf.require_int("mamba_d_conv", 4, most=MAX_TAPS),
         conv_bias=hf.flag("mamba_conv_bias", True),
         proj_bias=hf.flag("mamba_proj_bias", False),
         step_limit=step_limit(hf),

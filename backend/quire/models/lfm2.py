@@ -10,12 +10,12 @@ from torch import nn
 
 from quire.layers.attention import Attention
 from quire.layers.config import MAX_EXPERTS, DecoderConfig, ExpertsConfig, NormNames
-from quire.layers.hf_config import MAX_HEADS, MAX_SIZE, HFConfig
+from quire.layers.hf_config import MAX_SIZE, HFConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts
 from quire.layers.short_conv import ConvShape, ShortConv
-from quire.layers.states import StatesConfig, layer_kinds
+from quire.layers.states import MAX_TAPS, StatesConfig, layer_kinds
 from quire.models.decoder import DecoderLayer
 from quire.models.states import StatesModel
 from quire_kernels.routing import Routing
@@ -66,7 +66,7 @@ class Lfm2ForCausalLM(StatesModel):
             hidden_act="silu",
         )
         base = super().parse_config(hf, dtype)
-        num_taps = hf.require_int("conv_L_cache", 3, most=MAX_HEADS)
+        num_taps = hf.require_int("conv_L_cache", 3, most=MAX_TAPS)
         if num_taps < 2:
             raise hf.error(f"conv_L_cache must be at least 2, got {num_taps}")
         shape = ConvShape(

@@ -18,7 +18,7 @@ from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire.layers.mamba import Mamba2, MambaShape, step_limit
 from quire.layers.mlp import SquaredReLU
 from quire.layers.moe import SquaredExperts
-from quire.layers.states import LAYER_TYPES, StatesConfig, layer_kinds
+from quire.layers.states import LAYER_TYPES, MAX_TAPS, StatesConfig, layer_kinds
 from quire.models.decoder import DecoderLayer
 from quire.models.states import StatesModel
 
@@ -125,7 +125,7 @@ class NemotronHForCausalLM(StatesModel):
             head_dim=hf.require_int("mamba_head_dim", 64, most=MAX_HEADS),
             num_groups=hf.require_int("n_groups", 8, most=MAX_HEADS),
             state_dim=hf.require_int("ssm_state_size", 128, most=MAX_HEADS),
-            num_taps=hf.require_int("conv_kernel", 4, most=MAX_HEADS),
+            num_taps=hf.require_int("conv_kernel", 4, most=MAX_TAPS),
             conv_bias=hf.flag("use_conv_bias", True),
             proj_bias=hf.flag("use_bias", False),
             step_limit=step_limit(hf),

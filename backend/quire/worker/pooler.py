@@ -31,18 +31,17 @@ class Pooler:
             Indices of the rows whose prompts are complete, and their embeddings or scores, float32
             [dimensions] each.
         """
-        numbers, vectors = [], []
-        for row in rows:
-            params = row.state.sampling.params
-            vector = self._pooled(row, hidden)
-            if row.is_last:
-                numbers.append(row.number)
-                if params.pooling.task == "classify":
-                    vectors.append(self._scores(vector, uses_activation=params.pooling.use_activation))
-                    continue
-                vector = vector.float()[: params.dimensions]
-                vectors.append(functional.normalize(vector, dim=0) if self.pooling.normalizes else vector)
-        return numbers, vectors
+        pooled = [(row, self._pooled(row, hidden)) for row in rows]
+        complete = [(row.number, row.state.sampling.params, vector) for row, vector in pooled if row.is_last]
+        classified = [vector for _, params, vector in complete if params.pooling.task == "classify"]
+        logits = iter(self._logits(classified))
+        vectors = [
+            self._embedding(vector, params.dimensions)
+            if params.pooling.task == "embed"
+            else self._scores(next(logits), uses_activation=params.pooling.use_activation)
+            for _, params, vector in complete
+        ]
+        return [number for number, _, _ in complete], vectors
 
     def _pooled(self, row: PoolRow, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the pooled hidden state [hidden_size] of a prompt, if it ends with this row. A mean is
@@ -59,15 +58,24 @@ class Pooler:
         state.pooled = total
         return total / state.num_prompt_tokens
 
-    def _scores(self, pooled: torch.Tensor, *, uses_activation: bool) -> torch.Tensor:
-        """Returns the scores, float32 [num_scores], of a pooled hidden state [hidden_size]."""
-        classifier, token_ids = self.pooling.classifier, self.pooling.token_ids
+    def _embedding(self, pooled: torch.Tensor, dimensions: int) -> torch.Tensor:
+        """Returns the embedding, float32 [dimensions], of a pooled hidden state [hidden_size]."""
+        vector = pooled.float()[:dimensions]
+        return functional.normalize(vector, dim=0) if self.pooling.normalizes else vector
+
+    def _logits(self, pooled: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the logits, float32 [num_scores] each, of pooled hidden states [hidden_size]. The output
+        head is read once for all of them."""
+        token_ids = self.pooling.token_ids
+        if token_ids is None or not pooled:
+            return [self.model.class_logits(one) for one in pooled]
+        no, yes = self.model.compute_logits(torch.stack(pooled))[:, list(token_ids)].T
+        return list((yes - no)[:, None])
+
+    def _scores(self, logits: torch.Tensor, *, uses_activation: bool) -> torch.Tensor:
+        """Returns the scores, of the shape of the logits [num_scores]."""
+        classifier = self.pooling.classifier
         assert classifier is not None, "admission refuses requests for scores that there are not"
-        if token_ids is None:
-            logits = self.model.class_logits(pooled)
-        else:
-            no, yes = self.model.compute_logits(pooled[None])[0, list(token_ids)]
-            logits = (yes - no).view(1)
         if not uses_activation or classifier.activation == "identity":
             return logits
         return logits.sigmoid() if classifier.activation == "sigmoid" else logits.softmax(dim=0)

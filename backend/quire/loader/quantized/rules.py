@@ -35,8 +35,8 @@ _FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
 _MATCH_S = 1.0
 """Seconds allowed to match one regular expression against one name. Some expressions backtrack for ever."""
 _ROUTERS = ("gate", "shared_expert_gate")
-"""Last parts of the names of routers. GPTQ's tools and DeepSeek's files leave routers unquantised and do not
-list them."""
+"""Last parts of the names of routers. GPTQ's tools, modelopt and DeepSeek's files leave routers unquantised
+and do not list them."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,14 @@ def _block(key: str, value: Any) -> tuple[int, int]:
     return _size(key, value[0]), _size(key, value[1])
 
 
+def _ours(name: str) -> str:
+    """Returns a module's name as models here have it; Nemotron-H's files say "backbone" for "model"."""
+    return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
+
+
 def _named(keys: Iterable[str] | None) -> Matches:
     """Makes a test for names that contain one of the keys between dots, or match a key with wildcards."""
-    keys = tuple(keys or ())
+    keys = tuple(map(_ours, keys or ()))
     return lambda name: any(
         fnmatchcase(name, key) if "*" in key else f".{key}." in f".{name}." for key in keys
     )
@@ -177,7 +182,8 @@ def _modelopt(values: Values) -> Rules:
         "NVFP4": FP4(16, "weight", "weight_scale_2"),
     }
     algorithm = _known(values, "quant_algo", None, formats)
-    return _all_but("modelopt", formats[algorithm], values.get("exclude_modules"), values.get("ignore"))
+    exempt = values.get("exclude_modules"), values.get("ignore"), _ROUTERS
+    return _all_but("modelopt", formats[algorithm], *exempt)
 
 
 def _bitsandbytes(values: Values) -> Rules:
@@ -223,7 +229,7 @@ def _compressed(values: Values) -> Rules:
 
 def _targets(targets: Iterable[str] | None) -> Matches:
     """Makes a test for names that equal or end a target, or match one that begins with "re:"."""
-    names = {target for target in targets or () if not target.startswith("re:")}
+    names = {_ours(target) for target in targets or () if not target.startswith("re:")}
     try:
         patterns = [regex.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]
     except regex.error as error:
