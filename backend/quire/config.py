@@ -70,15 +70,15 @@ class ModelConfig:
     max_model_len: _Tokens | None = None
     """Longest prompt plus output in tokens; None: what config.json allows."""
     quantization: Literal["int8", "int4", "w8a8", "w4a8", "fp8", "dequantized"] | None = None
-    """How the weights are quantised at load. int8: one scale per output feature. int4: one scale for 32 input
-    features, and the output head as int8. w8a8: int8 weights, and the inputs of linear layers quantised at
-    run time, with one scale for 64 numbers of a row, for products of integers. w4a8: weights of four bits as
-    in int4, inputs with one scale for 32 numbers of a row, and the output head as w8a8. fp8: weights in e4m3
-    with one scale per output feature; on GPUs from compute capability 9.0 on the inputs too, with one scale
-    per row, but not those of the output head. dequantized: numbers of `dtype`, whatever the checkpoint has.
-    None: as the checkpoint has them, quantised or not. With fp8 on the CPU and w4a8 on a GPU, weights are
-    widened at load: their accuracy is that of the type, their size is not; w8a8 on a GPU is int8. The KV
-    cache is not affected."""
+    """How the weights are quantised at load. int8: one scale per output feature. int4: in each output feature
+    one scale per 32 input features; the output head is int8. w8a8: int8 weights; the inputs of linear layers
+    are also quantised, at run time, with one scale per 64 numbers of a row, so that products are of integers.
+    w4a8: weights as in int4, inputs with one scale per 32 numbers of a row; the output head is w8a8. fp8:
+    weights in e4m3 with one scale per output feature; on GPUs from compute capability 9.0 on the inputs too,
+    with one scale per row, except those of the output head. dequantized: numbers of `dtype`, whatever the
+    checkpoint has. None: as the checkpoint has them, quantised or not. With fp8 on the CPU and w4a8 on a GPU,
+    weights are rounded to that type and then kept in `dtype`, which saves no memory; w8a8 on a GPU is int8.
+    The KV cache is not affected."""
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """auto: safetensors or gguf; bin: pickles, read with weights_only; dummy: random weights of the shapes in
     config.json, for measurements (the directory needs no other file)."""
@@ -197,7 +197,7 @@ class CacheConfig:
     session_ttl_s: _Seconds = 300.0
     """Seconds for which the blocks of a conversation are pinned after its last turn."""
     host_cache_memory: _Bytes = 0
-    """Bytes of the host-memory tier, for evicted prefixes and swapped requests; 0: none."""
+    """Bytes of the host-memory tier, for copies of full blocks and for swapped requests; 0: none."""
     disk_cache_directory: str = ""
     """Directory in which the disk tier keeps blocks across restarts; empty: no disk tier."""
     disk_cache_size: _Bytes = 1024**3
@@ -415,7 +415,8 @@ class EngineConfig:
 
     @property
     def of_engine(self) -> EngineConfig:
-        """The configuration with default frontend keys. Frontends share an engine if theirs are equal."""
+        """Returns this configuration with the default FrontendConfig. Frontends share an engine if these
+        results are equal."""
         return dataclasses.replace(self, frontend=FrontendConfig())
 
     def replace(self, **values: Any) -> EngineConfig:

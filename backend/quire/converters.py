@@ -103,8 +103,8 @@ def has_surrogates(text: str) -> bool:
 
 
 def name(limit: int) -> Callable[[str, Any], str]:
-    """Returns a converter to text of at most `limit` characters that has a UTF-8 form; numbers become their
-    digits."""
+    """Returns a converter that accepts text, and integers as their digits. It raises InvalidArgumentError for
+    other values, more than `limit` characters, and text without a UTF-8 form (unpaired surrogates)."""
 
     def convert(field: str, value: Any) -> str:
         if isinstance(value, int) and not isinstance(value, bool):

@@ -32,8 +32,8 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
-"""Limits of a grammar, in llguidance's units (its LLParserLimits). The lexer fuel of a step lasts some 7 ms;
-its states take some 100 MB."""
+"""Limits of a grammar, in llguidance's units (its LLParserLimits). The lexer fuel of a step is spent in
+some 7 ms. All lexer states together take some 100 MB."""
 SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
 """Regular expressions of tokens that llguidance judges together if a lexeme may continue with any of them.
 They supplement its default, which suits JSON strings: a bounded repetition of letters has a new state, and so
@@ -185,8 +185,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _lark(text: str) -> str:
-    """Returns a grammar in Lark's notation: unchanged, or converted from EBNF (GBNF), whose rules have
-    `::=`."""
+    """Returns a grammar in Lark's notation. One with `::=` is EBNF (GBNF) and is converted; others are
+    returned unchanged. Raises InvalidArgumentError if the EBNF cannot be read."""
     if "::=" not in text:
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark

@@ -188,8 +188,17 @@ def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
 
 
 def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
-    """Moves a bound inwards to a double, if it is so large that not every whole number is a double. Raises
-    InvalidArgumentError if only numbers beyond _LARGEST would satisfy it."""
+    """Replaces a bound of 2**53 and more in magnitude, where not every whole number is a double, by the next
+    double inwards, as an inclusive bound.
+
+    Args:
+        schema: the schema, changed in place.
+        exclusive, inclusive: keys of the two kinds of bound: exclusiveMinimum and minimum, or of the maximum.
+        inwards: 1 for lower bounds, -1 for upper ones.
+
+    Raises:
+        InvalidArgumentError: only numbers beyond _LARGEST would satisfy the bound.
+    """
     for key in (exclusive, inclusive):
         for value in _numbers(schema, key):
             if abs(value) < 2**53:

@@ -231,7 +231,11 @@ class LLM:
     def profile(self, path: str | Path) -> Iterator[None]:
         """Returns a context manager that writes a Chrome trace of the steps in it to `path`.
 
-        It has at most MAX_PROFILE_STEPS steps. `otherData` has a `roofline` of each kind of step.
+        The file is written when the context ends. The trace has at most MAX_PROFILE_STEPS steps, none
+        from later than MAX_PROFILE_S. Its `otherData` has a `roofline` of each kind of step.
+
+        Raises:
+            UnavailableError: another profile is being recorded.
         """
         recorded = self.core.observer.begin_profile(Profile(MAX_PROFILE_STEPS, MAX_PROFILE_S))
         try:

@@ -35,8 +35,8 @@ class NewRequestData:
     slot: int = -1
     """Slot of its adapter while it runs; -1: it has none."""
     num_prompt_logprobs: int = 0
-    """Number of leading prompt positions whose log-probabilities need not be computed again, if they are
-    wanted."""
+    """Number of leading prompt positions for which the engine already has the log-probabilities, from before
+    a preemption. It is ignored unless the request wants `prompt_logprobs`."""
 
 
 class ScheduledRequest(msgspec.Struct, gc=False):

@@ -264,7 +264,8 @@ class AsyncioIO(_Channel):
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be sent: False once the event loop, or the interpreter, is shutting down."""
+        """Whether requests can be sent: False if no event loop runs in this thread, because it, or the
+        interpreter, is shutting down."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:

@@ -305,7 +305,7 @@ def tenant_of(sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None)
 
 
 def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
-    """Returns the `ModelInferRequest` that cancels a tenant's running request by its id on a generator."""
+    """Returns the `ModelInferRequest` that cancels a tenant's unfinished request on a generator."""
     request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add(request, "cancel", "BOOL", np.array([True]))
     _add_sampling(request, schema, {"tenant": tenant or None}, request_id)

@@ -77,7 +77,7 @@ def gguf_tokenizer_json(opened: GGUFFile) -> str:
 
 def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
     """Returns the tokenizer (of `tokenizers`), its special tokens by transformers' names, and the chat
-    template."""
+    template, None if the file has none. Raises TokenizerError."""
     file = opened.path
     try:
         values = {

@@ -552,7 +552,8 @@ def _read_internvl(hf: Any) -> VisionConfig:
 
 
 def _pinpoints(stated: Any, side: int) -> tuple[tuple[int, int], ...]:
-    """Returns the checked `image_grid_pinpoints`. Raises ValueError if they are not valid."""
+    """Returns the checked `image_grid_pinpoints`: 1 to MAX_PINPOINTS pairs (height, width) in pixels. Raises
+    ValueError unless each is a multiple of a tile's `side`, and each pair at most MAX_TILES tiles."""
     pairs = [tuple(one) if isinstance(one, list | tuple) else () for one in stated]
     if not 1 <= len(pairs) <= MAX_PINPOINTS:
         raise ValueError(f"image_grid_pinpoints must be 1 to {MAX_PINPOINTS} sizes, got {len(pairs)}")

@@ -104,8 +104,8 @@ class BlockPool:
         self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int], now: float = 0.0) -> None:
-        """Drops one reference of each block. Blocks left without references go to the end of their list, in
-        this order.
+        """Drops one reference of each block. Blocks left without references are appended, in this order, to
+        the list of unused blocks without a hash, or to that of cached blocks of the same retention.
 
         Args:
             now: seconds; the time to live of the blocks that become unreferenced starts here.

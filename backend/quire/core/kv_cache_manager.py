@@ -307,8 +307,8 @@ class KVCacheManager:
         return filled
 
     def cache_blocks(self, request: Request, *, is_over: bool = False) -> Sequence[tuple[bytes, int]]:
-        """Makes the request's blocks of known tokens findable, once they are full by computed and planned
-        tokens.
+        """Makes the request's full blocks findable by other requests, if all their tokens are known. Tokens
+        planned for the current step count as computed.
 
         Args:
             is_over: whether the request computes nothing more, so that its states no longer change.

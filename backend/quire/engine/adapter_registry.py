@@ -205,14 +205,15 @@ class AdapterRegistry:
         )
 
     def wait(self) -> None:
-        """Waits at most READ_WAIT_S until a read of dropped weights ends; returns at once if none is under
-        way."""
+        """Waits until a background read of a registered adapter's weights ends, at most READ_WAIT_S. Returns
+        at once if none is under way."""
         if self._reads:
             wait(self._reads.values(), READ_WAIT_S, return_when=FIRST_COMPLETED)
 
     def poll(self) -> list[tuple[Adapter, QuireError]]:
-        """Processes finished reads and ended requests. Returns the adapters whose weights could not be read
-        again, each with the error."""
+        """Keeps the weights of finished reads, unloads leaving adapters that no request uses any more, and
+        answers the commands to load and unload that are done. Returns the registered adapters whose weights
+        could not be read again, each with the error."""
         failed = []
         for adapter, future in [one for one in self._reads.items() if one[1].done()]:
             del self._reads[adapter]

@@ -48,7 +48,7 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="requests"):
-    """Lists the running and waiting requests (`core/request_list.py`) of `tenant`, or `all`.
+    """Lists the running and waiting requests (`core/request_list.py`) of `tenant`, or of all tenants.
 
     A client may list its own tenant's requests even if cache commands are not allowed, because it may cancel
     them.
@@ -91,7 +91,8 @@ class LoadAdapter(
 ):
     """Loads a LoRA adapter; the answer comes when requests may name it.
 
-    An existing adapter of the same name is replaced if no request uses it or its content is the same.
+    An adapter of the same name and content is kept, and gets the new path. One of other content is replaced;
+    the command fails (UnavailableError) while requests use it, or while it is being unloaded.
     """
 
     name: _AdapterName

@@ -178,7 +178,7 @@ class EngineLoop:
             self._end_frontends()
 
     def _end_frontends(self) -> None:
-        """Kills the frontends of a server that has ended, if they do not end by themselves.
+        """Kills the frontends of a server that has ended, if they do not end within FRONTENDS_END_S.
 
         A frontend blocked in a call to the dead server holds its interpreter's lock, which its own watchdog
         needs.

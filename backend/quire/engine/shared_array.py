@@ -19,7 +19,8 @@ from quire.errors import UnavailableError
 
 
 class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
-    """Location of a float32 array. `open` must be called while the writer still holds its SharedBuffer."""
+    """Location of a float32 array [rows, columns] in a SharedBuffer of process `pid`. `open` must be called
+    before the writer closes this buffer."""
 
     pid: int
     fd: int

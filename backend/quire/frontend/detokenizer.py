@@ -432,7 +432,8 @@ class IncrementalDetokenizer:
             return
 
     def _count_tokens(self, text: str) -> int:
-        """Returns the least number of leading tokens whose whole decode begins with `text`.
+        """Returns the least number of leading tokens whose whole decode begins with `text`; the number of all
+        tokens if there is none.
 
         The search goes upwards, as within a byte run a further token can make the decode wrong again. Numbers
         whose decode is too short are skipped, which saves a decode for each token of an undecided tail.

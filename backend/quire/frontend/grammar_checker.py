@@ -30,7 +30,8 @@ MAX_COMPILE_S = 0.5
 """CPU seconds allowed for compiling a grammar and trying TRIED_STEPS steps of it, together. A worker's step
 may wait that long."""
 TRIED_STEPS = 4
-"""Tokens that are tried with a compiled grammar, to find out whether a step has too many alternatives."""
+"""Number of steps, each with one allowed token, that are computed with a compiled grammar, to find out
+whether a step exceeds the limits."""
 MAX_WAIT_S = 10.0
 """Longest wait for an answer, in seconds of wall-clock time. A busy machine needs more than MAX_COMPILE_S."""
 START_S = 60.0
@@ -41,7 +42,8 @@ MAX_VERDICTS = 64
 
 
 class GrammarChecker:
-    """Refuses grammars that cannot be compiled within its limits. Threads that share it check in turn.
+    """Compiles grammars in a process of its own, and refuses those that do not compile within the limits.
+    Threads that share a checker wait for each other.
 
     Args:
         directory: directory or file of the tokenizer.

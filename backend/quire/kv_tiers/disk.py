@@ -399,7 +399,8 @@ class DiskTier(KVConnector):
             self._remove([key])
 
     def _write_file(self, key: bytes, block: BlockArray) -> bool:
-        """Writes a block's file; returns False if there is no room. Raises OSError: nothing was written."""
+        """Writes a block's file, after evicting others if there is too little room. Returns False if there is
+        no room even so. Raises OSError; then nothing was written."""
         if not self._make_room(self.file_bytes):
             return False
         path = self._path(key)

@@ -175,8 +175,8 @@ class KVTiers:
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Makes these blocks the most recently used ones of each tier. They are about to be loaded, and saves
-        that are carried out before that should not evict them first."""
+        """Marks blocks as the most recently used ones of each tier. It is called for blocks whose load is
+        planned, so that saves made before the load evict other blocks first."""
         for tier in self._tiers:
             tier.attempt(None, tier.store.touch, keys)
 

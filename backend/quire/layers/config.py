@@ -348,11 +348,13 @@ class DecoderConfig:
             raise ValueError(f"attention_softcap of {self.attention_softcap} is more than {MAX_SOFTCAP}")
 
     def of_rank(self, ranks: Ranks) -> DecoderConfig:
-        """Returns one rank's configuration: its share of each layer's heads and inner features.
+        """Returns one rank's configuration: its share of each layer's heads and inner features. If there are
+        fewer KV heads than ranks, several ranks have the same KV head.
 
         Raises:
-            ConfigError: the heads or features cannot be divided equally, or tensor parallelism does not
-                support the model.
+            ConfigError: the ranks cannot divide the query heads or inner features equally, their number is
+                neither a divisor nor a multiple of that of KV heads, or tensor parallelism does not support
+                the model.
         """
         experts, kv_heads, size = self.experts, self.num_kv_heads, ranks.size
         for key, is_so in self._undivided.items():

@@ -1,5 +1,5 @@
-"""HFConfig: config.json as a mapping that knows its file, so that every error names it. This module does not
-import torch."""
+"""HFConfig: the keys of config.json (or a GGUF file), with the file's path, so that every error names the
+file. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ MAX_HEADS = 2**16
 
 
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
-    """Fills a text_config's missing keys with the defaults of its model_type; raises CheckpointError."""
+    """Returns a text_config with its missing keys filled with the defaults of its model_type (without one, of
+    llama). Raises CheckpointError if transformers does not know the model_type or refuses a value."""
     from transformers import CONFIG_MAPPING
 
     model_type = text.get("model_type", "llama")
@@ -132,8 +133,8 @@ class HFConfig:
         return value
 
     def whole(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
-        """Returns 0 or a positive whole number, or the default if the key is missing or null. Raises
-        CheckpointError."""
+        """Returns a whole number from 0 to `most`, or the default if the key is missing or null. Raises
+        CheckpointError for any other value; it names the key and the file."""
         return 0 if self.get(key, default) in (0, None) else self.require_int(key, default, most=most)
 
     def number(self, key: str, default: float | None) -> float:

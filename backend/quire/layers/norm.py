@@ -12,8 +12,8 @@ from quire_kernels import ops
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last dimension, with a learned scale.
 
-    If the scale is float32 and x narrower, the product is rounded to x's type (as in Gemma). If the scale has
-    x's type, x is rounded before it is multiplied (as in Llama).
+    If the scale is float32 and x narrower, their product is rounded to x's type (as in Gemma). If the scale
+    has x's type, the normalised x is rounded to it before the scale multiplies it (as in Llama).
     """
 
     def __init__(self, config: DecoderConfig, size: int) -> None:

@@ -152,8 +152,12 @@ def _tensors(directory: Path, root: Path | None) -> Iterator[NamedTensor]:
 
 
 def _check_beginning(file: Path) -> None:
-    """Refuses a file by its first bytes: a pickle that is no zip archive, or a header so large that parsing
-    it would hold up other threads."""
+    """Checks the first bytes of an adapter's file.
+
+    Raises:
+        CheckpointError: the file cannot be read, is a pickle (.bin) but no zip archive, or a safetensors file
+            with a header so long that parsing it would hold up other threads.
+    """
     try:
         with file.open("rb") as stream:
             begin = stream.read(8)
@@ -227,6 +231,11 @@ class _Config:
         self, sides: Mapping[str, NamedTensor], target: AdapterTarget, max_rank: int
     ) -> tuple[int, float]:
         """Returns (rank, scaling) of one layer's adapter.
+
+        Args:
+            sides: the stored matrices by side: "A" [rank, in_features] and "B" [out_features, rank].
+            target: the layer.
+            max_rank: largest rank that is allowed.
 
         Raises:
             CheckpointError: a matrix is missing or has the wrong shape or type, or the rank is too large.

@@ -142,7 +142,15 @@ def checkpoint_state(*paths: str) -> list[tuple[str, int, int]]:
 
 
 def checkpoint_files(*paths: str) -> list[Path]:
-    """Returns the files of some checkpoints (directories or GGUF files), sorted, each once."""
+    """Returns the files of some checkpoints that have a suffix in _CHECKPOINT_SUFFIXES, sorted, each once.
+
+    Args:
+        paths: directories, without those below them; or GGUF files, with all parts of a split one; "" is
+            skipped.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
     found = set()
     for path in map(Path, filter(None, paths)):
         for file in path.iterdir() if path.is_dir() else map(path.with_name, part_names(path.name)):

@@ -129,8 +129,8 @@ class PackedCache:
         return self.directory / f"{key}.weights"
 
     def read(self, key: str) -> Any:
-        """Returns the tree of an entry after checking every byte; None: there is none, or it was damaged and
-        is now removed."""
+        """Returns the tree of an entry after checking every byte; None: there is none, or it could not be
+        read or was damaged, and has been removed."""
         path = self.path(key)
         if not path.is_file():  # who opens a pipe waits for ever
             return None

@@ -45,7 +45,7 @@ class BertLayer(nn.Module):
         self._linears, self._norms = (qkv, out, up, down), norms
 
     def forward(self, x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-        """Maps [num_tokens, hidden_size] to the same shape. `lens`: number of tokens of each row."""
+        """Maps [num_tokens, hidden_size] to the same shape. `lens`: number of tokens of each sequence."""
         qkv, out, up, down = self._linears
         attention_norm, output_norm = self._norms
         x = attention_norm(x + out(attend(qkv(x).unflatten(1, self.shape), lens, self.scale)))

@@ -174,8 +174,8 @@ class DecoderModel(nn.Module, Model):
 
     layer_class: type[DecoderLayer] = DecoderLayer
     rotates_partly: bool = False
-    """Whether the family obeys `partial_rotary_factor`. In transformers, other families rotate whole
-    heads."""
+    """Whether the family obeys `partial_rotary_factor`. Other families rotate whole heads in transformers, so
+    here they refuse a file that states less (CheckpointError)."""
     has_layers_behind: bool = False
     """Whether checkpoints may hold extra layers after the last one, for multi-token prediction. The model
     ignores them; `models/mtp.py` makes a head of the first."""

@@ -54,8 +54,9 @@ class DeepseekV2ForCausalLM(LatentModel):
 
 
 def _attention_scale(hf: HFConfig, latent: LatentConfig, rope: RopeConfig) -> float:
-    """Returns the scale of attention scores: 1 / sqrt(head size), times the square of YaRN's scale. Other
-    models apply YaRN's scale in the rotary embedding."""
+    """Returns the scale of attention scores: 1 / sqrt(nope_dim + rope_dim). With rope scaling that has
+    `mscale_all_dim`, it is multiplied by the square of YaRN's scale for that. Raises CheckpointError if this
+    value is not valid, or `factor` is missing."""
     scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
     all_dim = rope.parameters.get("mscale_all_dim")
     if rope.rope_type == "default" or not all_dim:

@@ -124,7 +124,7 @@ class Gemma4Attention(nn.Module):
 
 class Gemma4Layer(DecoderLayer):
     """Gemma 3's layer. If the model has per-layer inputs, this layer's one (`context.per_layer`) is gated by
-    the hidden state, projected, normed and added. The sum is multiplied by a scalar."""
+    the hidden state, projected, normed and added. The result is multiplied by a learned scalar."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)

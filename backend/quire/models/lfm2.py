@@ -49,8 +49,11 @@ class Lfm2Layer(DecoderLayer):
 
 
 class Lfm2ForCausalLM(StatesModel):
-    """`full_attn_idxs`, or `layer_types`, says which layers have attention. The inner size is two thirds of
-    what the file states, unless `block_auto_adjust_ff_dim` is false."""
+    """`layer_types`, or without it `full_attn_idxs`, says which layers have attention; without both, all do.
+
+    The feed-forward inner size is what the file states if `block_auto_adjust_ff_dim` is false. Otherwise it
+    is two thirds of that, times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
+    """
 
     layer_class = Lfm2Layer
     state_name = "conv"

@@ -159,13 +159,14 @@ class Llama4ForCausalLM(DecoderModel):
 
 
 def _columns(tensor: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
-    """Returns part `index` of `count` equal parts of the output features, as [out_features, in_features]."""
+    """Returns part `index` of `count` equal parts of the output features of `tensor` [in_features,
+    out_features], as [out_features / count, in_features]."""
     return tensor.T.chunk(count)[index]
 
 
 def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers with chunked attention: those that `layer_types` names, else those with rotary
-    embedding. Raises CheckpointError."""
+    """Returns the layers with chunked attention: those that `layer_types` names; if the file has none, those
+    that are not in `without`. Raises CheckpointError if `layer_types` is not valid."""
     types = hf.get("layer_types") or [
         "full_attention" if layer in without else "chunked_attention" for layer in range(num_layers)
     ]

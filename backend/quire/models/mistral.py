@@ -12,7 +12,8 @@ from quire.models.decoder import DecoderModel
 
 
 class MistralForCausalLM(DecoderModel):
-    """Every layer has a window of `sliding_window` positions unless the file says otherwise."""
+    """Every layer has a window of `sliding_window` positions (4096 if the file has no such key; null: no
+    layer has one), unless `layer_types` says otherwise."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

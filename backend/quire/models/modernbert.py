@@ -50,7 +50,7 @@ class ModernBertLayer(nn.Module):
 
         Args:
             cos: float32 [num_tokens, head_dim / 2], of the layer's rotary embedding; `sin` likewise.
-            lens: number of tokens of each row.
+            lens: number of tokens of each sequence.
         """
         heads = self.attn["Wqkv"](self.attn_norm(x)).unflatten(1, self.shape)
         query, key, value = heads.unbind(1)

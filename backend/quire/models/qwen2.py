@@ -13,7 +13,8 @@ from quire.models.decoder import DecoderModel
 
 
 def qwen_window(hf: HFConfig) -> Any:
-    """Returns `sliding_window`, unchecked; None: `use_sliding_window` does not switch it on."""
+    """Returns the value of `sliding_window`, unchecked, by default 4096; None: it is null, or
+    `use_sliding_window` is not true."""
     return hf.values.get("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
 
 

@@ -443,8 +443,8 @@ def _logits(head: PreTrainedModel, given: _Given, hidden: torch.Tensor) -> torch
 
 
 def _checked_name(hf: HFConfig) -> str:
-    """Returns the architecture's name. Raises CheckpointError if transformers has no causal model of that
-    name, or if the weights are quantised."""
+    """Returns the architecture's name. Raises CheckpointError if it is not transformers' causal model of the
+    file's model_type, or if the file is a GGUF file or has quantised weights."""
     name, kind, version = hf.architecture, hf.get("model_type"), transformers.__version__
     if hf.gguf is not None or kind not in CONFIG_MAPPING:
         own = ", and code that auto_map names is not run" if hf.get("auto_map") else ""
@@ -590,8 +590,8 @@ def _look(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function of the probing pass: records each call. Raises _Unfit for a call that is not
-    supported."""
+    """Attention function of the probing pass: records each call, and returns a tensor of the result's shape
+    with undefined content, and None. Raises _Unfit for a call that is not supported."""
     for name, given in others.items():
         if name not in _KNOWN and given is not None and given is not False:
             raise _Unfit(f"its attention has an argument {name!r}")

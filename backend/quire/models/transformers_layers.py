@@ -24,8 +24,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 _ROUNDING = 16
-"""Largest difference between two ways to compute the same value that counts as rounding, in units of the
-type's precision."""
+"""Largest difference between two results that counts as rounding: the norm of a row's difference, divided by
+the norm of the row and by the type's epsilon."""
 
 
 class PackedLayer(nn.Module):

@@ -253,12 +253,12 @@ class Simulator:
     """Simulates one run of a workload.
 
     Args:
-        config: the engine's configuration. Its cache needs `num_blocks`, its model `max_model_len` (without
-            it the pool is the only limit).
+        config: the engine's configuration, with `num_blocks` set. Without `max_model_len` the pool alone
+            limits the length of a sequence.
         arrivals: requests in the order of their times.
         cost: duration of steps.
         concurrency: for a closed loop: a request arrives whenever fewer than this many are unfinished,
-            whatever its time.
+            whatever its time. None: each arrives at its time.
         trace: whether to record the steps.
     """
 

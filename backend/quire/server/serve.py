@@ -186,7 +186,8 @@ def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
 
 
 def bind_port(address: str, port: int, option: str) -> socket.socket:
-    """Binds `port` (0: any free one) without listening, so that nobody else gets it while models load.
+    """Binds `port` (0: any free one) without listening, so that nobody else gets it while models load. Raises
+    ConfigError, which names `option`, if the port cannot be bound.
 
     Triton opens its ports after the models are loaded, which may take minutes. A bound socket that does not
     listen lets the server bind the same port (both sides set SO_REUSEADDR) and is passed over by the kernel
@@ -213,7 +214,8 @@ def stop_times(config: ServeConfig, flags: frozenset[str]) -> tuple[int, float]:
 
 
 def gateway_exit_timeout_s(timeout_s: int, unload_s: float) -> int:
-    """Returns the exit timeout in seconds of the gateway to a server with these `stop_times`.
+    """Returns the exit timeout in seconds of the gateway in front of a server. The arguments are what `stop_times`
+    returned for this server.
 
     It is long enough to pass on the engines' last responses. It is not longer, so that clients that do not
     read use up none of the time that newer servers wait for streams.
@@ -651,7 +653,8 @@ def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
 
 
 def _ip_address(text: str) -> str:
-    """Returns the IP address for an address or host name. With a name, Triton's HTTP would be unreachable."""
+    """Returns the IP address of a host name (IPv4), or the given IP address. With a name, Triton's HTTP would
+    be unreachable. Raises click.BadParameter if the text is empty or the name is unknown."""
     if not text:
         raise click.BadParameter("is empty; 0.0.0.0 is every address of the machine")
     if ":" in text:

@@ -36,10 +36,11 @@ because an engine that dies is replaced."""
 
 
 def complete(config: Any) -> Any:
-    """Declares the generator's tensors on an auto-complete model configuration and returns it.
+    """Completes an auto-complete model configuration and returns it: adds the generator's tensors that it
+    lacks, sets `max_batch_size`, and makes it decoupled if it states no transaction policy.
 
     Raises:
-        ConfigError: the given configuration asks for what the generator cannot do.
+        ConfigError: the configuration has dynamic_batching, or a max_batch_size above MAX_PROMPTS.
     """
     given = config.as_dict()
     size = given.get("max_batch_size", 0)

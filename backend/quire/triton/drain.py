@@ -1,7 +1,7 @@
 """Drain: notices that the model is being unloaded, and says when the time of its running requests is over.
 
 Triton calls a backend's `finalize` only when the last request has ended, for which it waits without a limit.
-Until then it can only be asked.
+Until then, only questions to the server over HTTP show that it is unloading the model.
 """
 
 from __future__ import annotations
@@ -132,9 +132,12 @@ class ServerAnswer(threading.Thread):
         return None
 
     def _search(self) -> bool:
-        """Searches the server's listening ports for one that knows the model; returns whether it is found.
+        """Searches the server's listening ports for one that knows the model, for the questions to come.
 
-        A no counts only from a port that has said yes before.
+        Only a port found so is asked later, because a no means an unloaded model only from such a port.
+
+        Returns:
+            Whether one was found.
         """
         import psutil
 

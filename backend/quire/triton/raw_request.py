@@ -142,7 +142,8 @@ class RequestReader:
         return raw
 
     def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
-        """Raises InvalidArgumentError if no valid tensor of this name has as many elements, or as few."""
+        """Raises InvalidArgumentError if the tensor has more or fewer elements than any valid one of its
+        name, or more than MAX_PROMPTS rows."""
         rows = max(1, array.shape[0]) if self._batched and array.ndim else 1
         if rows > MAX_PROMPTS:
             raise InvalidArgumentError(name, f"a batch of at most {MAX_PROMPTS} is allowed, got {rows}")

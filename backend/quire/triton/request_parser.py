@@ -112,6 +112,7 @@ class RequestParser:
         tokenizer: a `quire_ensemble.tokenizer.Tokenizer`; None: prompts must be token ids or embeddings.
         defaults: sampling defaults of the checkpoint.
         info: the engine's limits; a callable since a restarted engine may answer differently.
+        config: the frontend's configuration, with its dialect and limits.
         decoupled: whether the model may stream.
         batched: whether the model's tensors have a batch dimension.
         declared: names of the outputs in the model's configuration; None: it has no list, so all of ours.

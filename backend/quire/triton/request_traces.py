@@ -27,7 +27,8 @@ _STATED = (
     *("max_tokens", "temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty"),
 )
-"""Sampling parameters with names of their own in the conventions; stop strings are text, and left out."""
+"""Sampling parameters that a span has as attributes, because OpenTelemetry's conventions name them. Stop
+strings also have a name there, but no span has a text."""
 
 
 class RequestTraces:

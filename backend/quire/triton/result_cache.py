@@ -89,7 +89,7 @@ class ResultCache:
         """Stores a recording whose results would be the same again.
 
         It is dropped if a choice ended by anything but a stop or its length, if engine or adapters changed,
-        or if it is larger than MAX_ENTRY_BYTES.
+        or if it is larger than MAX_ENTRY_BYTES. Above 1/MAX_SHARE of `memory`, only Redis may get it.
 
         Args:
             finished: all choices of the request.

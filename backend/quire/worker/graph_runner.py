@@ -219,7 +219,8 @@ class DecodeGraphs:
             self._table.view(-1)[places] = blocks.int()
 
     def _graph(self, size: int, *, is_adapted: bool) -> Work:
-        """Returns the replay of a decode step with this many rows; records it on first use."""
+        """Returns the replay of a decode step with `size` rows, which may use adapters if `is_adapted`;
+        records it on first use."""
         if (size, is_adapted) not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
             self._inputs[:, :size] = to_device(self._padding, self.batch.device)

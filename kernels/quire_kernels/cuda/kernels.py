@@ -305,7 +305,8 @@ class Kernels:
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [..., size] as [n, size], each row contiguous and aligned to 16 bytes."""
+    """Returns x [..., size] as [n, size], each row contiguous and aligned to 16 bytes; a copy if x is not so.
+    The bytes of `size` numbers must be a multiple of 16."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
     # A single row is contiguous already: `contiguous` would leave it where it is.
@@ -313,8 +314,8 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_attend(**facts: Any) -> str | None:
-    """Returns why `Kernels.paged_attention` does not support this cache, head size or block size; None: it
-    does."""
+    """Returns why `Kernels.paged_attention` does not support this cache, head size, block size or sinks; None:
+    it does."""
     if facts.get("sinks"):
         return NO_SINKS
     kv_dtype, block_size = facts.get("kv_dtype"), facts.get("block_size", 16)

@@ -1,4 +1,5 @@
-"""Linear attention by the gated delta rule, and its convolution, one token at a time, for any device."""
+"""Reference of linear attention by the gated delta rule, one token at a time, and of its convolution, one
+sequence at a time, for any device."""
 
 from __future__ import annotations
 

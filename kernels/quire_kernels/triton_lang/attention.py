@@ -785,8 +785,8 @@ def _options(
 def _assigned(
     meta: AttentionMetadata, num_kv_heads: int, window: int, keys: int, num_programs: int, splits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `work` and `first` of `_assign_kernel`, computed once per step for all layers with this
-    window."""
+    """Returns `work` and `first` of `_assign_kernel`, computed once per step for all layers with the same
+    arguments."""
     device = meta.seq_lens.device
     # What was computed outside a graph is not computed by its replay.
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -87,6 +87,7 @@ class Tuner:
         version: compiler version; part of every key.
         timer: returns the seconds that a call of the function takes on the device. It raises one of
             `failures` for a configuration that the device cannot run.
+        failures: types of exceptions after which a configuration is passed over; others are raised.
     """
 
     def __init__(

@@ -121,9 +121,9 @@ class AdmissionControl:
             ahead: (requests, tokens) that begin before it (`QueuePolicy.ahead`); None: all that wait.
 
         Raises:
-            UnavailableError: the queue is full, or the predicted time to first token exceeds
-                `max_predicted_ttft_ms` or the request's own deadline. The message names the limit;
-                `retry_after_s` is set if it is known.
+            UnavailableError: the queue is full (requests or tokens), or the predicted time to first token
+                exceeds `max_predicted_ttft_ms` or what is left until one of the request's own deadlines. The
+                message names the limit; `retry_after_s` is set if it is known.
         """
         config = self._config
         if request.scheduling.is_internal:

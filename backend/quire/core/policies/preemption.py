@@ -22,7 +22,7 @@ class PreemptionCost:
     Args:
         mode: recompute, swap or auto.
         block_bytes: bytes of a block; 0: unknown, and `auto` recomputes.
-        rates: returns the measured rates of copies.
+        rates: returns the measured rates (out, back) of copies in bytes per second; None: not measured.
     """
 
     def __init__(self, mode: str, block_bytes: int, rates: Rates) -> None:

@@ -18,7 +18,8 @@ waits."""
 WINDOW = 1000
 """predicted: number of ended requests whose output lengths are kept."""
 MIN_HISTORY = 32
-"""predicted: with fewer ended requests than this, the longest possible output is expected."""
+"""Least number of finished requests from which mode `predicted` learns; with fewer, it expects the longest
+possible output of each request."""
 MARGIN = 0.03
 """predicted: share of the free blocks reserved for outputs longer than expected."""
 

@@ -281,7 +281,8 @@ def prepare_answer(
     Args:
         parsing: the model's parsers; None: the model has no tokenizer.
         chat: format of the answer to chat messages; None: the prompt is not made of messages.
-        check: raises InvalidArgumentError for a grammar that cannot be followed.
+        check: raises InvalidArgumentError for a grammar that cannot be followed, and UnavailableError if
+            grammars cannot be checked.
 
     Returns:
         `params` with the answer's grammar and the tags of a thinking budget; and a function that makes the
@@ -289,7 +290,9 @@ def prepare_answer(
         is left out if `check` refuses it.
 
     Raises:
-        InvalidArgumentError: the model cannot do what is asked for; names the field.
+        InvalidArgumentError: the model cannot do what is asked for, or `check` refuses the client's grammar;
+            names the field.
+        UnavailableError: of `check`.
     """
     if parsing is None and params.thinking_budget is not None:
         raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")

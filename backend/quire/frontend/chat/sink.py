@@ -145,7 +145,8 @@ class AnswerSink:
             self._num_ended += 1
 
     def finish(self) -> None:
-        """Ends the answer. White space at its beginning becomes content if nothing else followed it."""
+        """Ends the answer. White space at its beginning, held back so far, becomes content if neither other
+        content nor a boundary (`edge`), such as that of a call, followed it."""
         if self._space and not self._drops_space:
             self._content.append("".join(self._space))
             self._space.clear()

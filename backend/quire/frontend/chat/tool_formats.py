@@ -16,7 +16,7 @@ from quire.frontend.chat.sink import AnswerSink
 
 
 class ObjectMachine(TextMachine):
-    """Base of formats in which a call is a JSON object with the tool's name.
+    """Base of formats with calls that are JSON objects of the tool's name and the arguments.
 
     Subclasses implement `_behind`, the state after a call.
     """
@@ -301,9 +301,9 @@ class Plain(TextMachine):
 class Harmony(TextMachine):
     """Messages of gpt-oss: `<|channel|>name to=recipient<|message|>text` and an end marker.
 
-    A message to `functions.name` is a call if the request has this tool, else one of channel analysis is
-    reasoning, and all others are content. The prompt has the beginning of the first message,
-    `<|start|>assistant`.
+    A message to `functions.name` is a call if the request has this tool. Of the other messages, those of
+    channel analysis are reasoning, and the rest are content. The prompt ends with the beginning of the first
+    message, `<|start|>assistant`.
 
     Args:
         keeps_reasoning: whether reasoning is separated from content; if not, it counts as content.

@@ -27,8 +27,8 @@ class _Run(NamedTuple):
     kind: GGMLQuantizationType | None
     """Type of the blocks; None: plain numbers."""
     memory: torch.Tensor
-    """uint8 [out_features, bytes of a row], or [out_features, in_features] of x's type. The parts' rows
-    follow each other."""
+    """uint8 [out_features, bytes of a row] for blocks; [out_features, in_features] of x's type for plain
+    numbers. The rows of one part follow those of the part before."""
 
 
 @dataclass(frozen=True)

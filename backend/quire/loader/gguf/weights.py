@@ -148,8 +148,8 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
 
 
 def _own_parts(opened: GGUFFile) -> Mapping[str, str]:
-    """Maps parts of Hugging Face's usual tensor names to those of the file's architecture; empty: they are
-    the same."""
+    """Maps parts of Hugging Face's usual (Llama's) tensor names, such as "gate_proj", to the parts that
+    Hugging Face uses in their place for the file's architecture; empty: the usual ones."""
     if is_mixtral(opened):
         return _OF_MIXTRAL
     return _OF_GPT_OSS if opened.metadata["general.architecture"] == "gpt-oss" else {}

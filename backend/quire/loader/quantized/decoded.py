@@ -50,7 +50,8 @@ def grouped(
         row_scales: see GroupedWeight.
 
     Returns:
-        A GroupedWeight. If it does not support this group size, the dequantised matrix.
+        A GroupedWeight. If that does not support this group size, the dequantised matrix, float32
+        [out_features, in_features].
     """
     num_columns = codes.shape[1]
     group = min(group or num_columns, num_columns)
@@ -92,7 +93,7 @@ def in_groups(
     must then be reordered too, which costs little compared with the product.
 
     Raises:
-        ValueError: groups differ in size, or a group does not exist.
+        ValueError: a group has not `group` inputs (the last one may have fewer), or it does not exist.
     """
     columns = torch.arange(codes.shape[1])
     sorted_groups, order = torch.sort(g_idx.long(), stable=True)

@@ -225,7 +225,8 @@ class ScaledRows:
 class WholeIntegers:
     """compressed-tensors' integers of four or eight bits, one byte each.
 
-    Scales may be by group, by output feature, or one for all. There may be zeros.
+    There is a scale per group of inputs or per output feature, or one for all weights. There may be zero
+    points.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)

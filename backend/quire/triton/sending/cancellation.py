@@ -50,7 +50,8 @@ class CancellationPolls:
         self._push(handle, now + CANCEL_POLL_S)
 
     def run(self) -> list[RequestHandle]:
-        """Polls up to SENDS_PER_PASS of the requests that are due, the longest due first.
+        """Polls up to SENDS_PER_PASS of the requests that are due, the longest due first, and ends those that
+        their clients have cancelled.
 
         A request whose steps are long is polled about once a step, as blocks are freed only between steps.
 

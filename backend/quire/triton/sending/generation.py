@@ -33,7 +33,8 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether no engine must resume the prompt: it has ended, or is answered from the result cache."""
+        """Whether no engine must resume the prompt: it or its request has ended, or it is answered from the
+        result cache."""
         return self.processor.finished or self.handle.is_replay or not self.handle.is_open
 
     def record_crash(self, suspects: InFlightSuspects) -> bool:

@@ -85,7 +85,12 @@ class Sender:
         choice: OutputProcessor | None = None,
         response: Response | None = None,
     ) -> None:
-        """Sends an output that `pop_output` returned, or the answer to a command.
+        """Sends an output of a choice (`pop_ready`, `pop_output`), or the answer to a command. Errors do not
+        leave this method: they end the request. An output that ended by a shutdown fails the request.
+
+        Args:
+            choice: the choice, to be scheduled for its next response; None: it is not scheduled.
+            response: the response, if it is made already.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
