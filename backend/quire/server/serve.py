@@ -214,8 +214,8 @@ def stop_times(config: ServeConfig, flags: frozenset[str]) -> tuple[int, float]:
 
 
 def gateway_exit_timeout_s(timeout_s: int, unload_s: float) -> int:
-    """Returns the exit timeout in seconds of the gateway in front of a server. The arguments are what `stop_times`
-    returned for this server.
+    """Returns the exit timeout in seconds of the gateway in front of a server. The arguments are what
+    `stop_times` returned for this server.
 
     It is long enough to pass on the engines' last responses. It is not longer, so that clients that do not
     read use up none of the time that newer servers wait for streams.

@@ -314,8 +314,8 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_attend(**facts: Any) -> str | None:
-    """Returns why `Kernels.paged_attention` does not support this cache, head size, block size or sinks; None:
-    it does."""
+    """Returns why `Kernels.paged_attention` does not support this cache, head size, block size or sinks;
+    None: it does."""
     if facts.get("sinks"):
         return NO_SINKS
     kv_dtype, block_size = facts.get("kv_dtype"), facts.get("block_size", 16)
