@@ -67,7 +67,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class Interval:
-    """Two scrapes of one server; without an earlier one all counts are since the server's start."""
+    """Two scrapes of one server. Without an earlier one, counts are since the server's start; rates are 0."""
 
     now: Scrape
     before: Scrape | None = None

@@ -261,7 +261,8 @@ class _Head:
         return np.frombuffer(self._read_bytes(count * struct.calcsize(letter)), letter).tolist()
 
     def _strings(self, count: int) -> list[str]:
-        """Reads the next strings. Repeats the code of `_string` for speed: vocabularies have some 100 000."""
+        """Reads the next `count` strings. Repeats the code of `_string` for speed: vocabularies have some
+        100 000."""
         read, at, found = self._read, self._at, []
         for _ in range(count):
             begin = at + _LENGTH.size

@@ -342,8 +342,8 @@ class Tokenizer:
             return self.hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
     def takes_images(self, placeholder: str) -> bool:
-        """Whether the template writes the placeholder once for an image part, and also the text beside the
-        image."""
+        """Whether the template writes the placeholder once for an image part, and the text beside the image
+        once, and does not print the list of parts as it is."""
         parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
         text = self._try_render(parts) or ""
         return text.count(placeholder) == 1 and text.count(_PROBE) == 1 and not _shows_lists(text)

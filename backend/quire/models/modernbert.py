@@ -149,4 +149,5 @@ class ModernBertModel(EncoderModel):
 
 
 class ModernBertForSequenceClassification(ModernBertModel):
-    """ModernBERT with a classifier of the first token's hidden state, or of the mean of all."""
+    """ModernBERT with a classifier of the first token's hidden state, or of the mean of all tokens', as
+    `classifier_pooling` says."""

@@ -112,8 +112,8 @@ def _checked(name: str, found: Any) -> type[Model]:
 
 
 def uses_transformers(architecture: str, model_impl: str) -> bool:
-    """Whether transformers code computes an architecture that no entry point offers. For `model_impl` see
-    `ModelConfig`."""
+    """Whether transformers code computes an architecture, according to `ModelConfig.model_impl`. Entry
+    points, which come first, and draft heads are not regarded."""
     return model_impl == "transformers" or (model_impl == "auto" and architecture not in ARCHITECTURES)
 
 

@@ -1,1 +1,2 @@
-"""`quire serve` and what is around a tritonserver: its process, files, ports and health."""
+"""`quire serve`, which runs a tritonserver and the gateway in front of it, with their files and ports; and
+`quire healthcheck`."""

@@ -252,7 +252,8 @@ class Histogram:
 
 
 class Observations:
-    """Values for one of Triton's own histograms that are not sent yet. One thread adds, another sends.
+    """Values, not sent yet, for one histogram of OBSERVATIONS, which Triton's metrics API keeps
+    (`pb_utils.MetricFamily`). One thread adds (`observe`), another sends.
 
     Where nobody sends, the oldest values beyond MAX_OWED are lost.
     """

@@ -147,7 +147,8 @@ def _texts(context: Any) -> dict[str, str]:
 
 
 def phases_of(record: RequestEnded) -> list[tuple[str, float, float]]:
-    """Name, begin and end (CLOCK_MONOTONIC seconds) of each phase that a request reached."""
+    """Returns name, begin and end (CLOCK_MONOTONIC seconds) of each phase that a request reached: queue,
+    prefill and decode one after the other, and stream beside them."""
     starts = {
         "queue": record.arrived_at,
         "prefill": record.admitted_at,

@@ -184,7 +184,8 @@ class RowGrammar:
         return [DraftGrammar(masks, number, deadline) for number in range(len(drafts))]
 
     def _catch_up(self, token_ids: Sequence[int]) -> None:
-        """Consumes the tokens not consumed yet; after a preemption that is all the output."""
+        """Consumes the tokens of `token_ids` (all output) that are not consumed yet, and begins to compute
+        the next masks. After a preemption no token is consumed yet."""
         new = token_ids[self._num_seen :]
         if not new:
             return

@@ -70,7 +70,8 @@ class Timeline:
 
 
 def idle_fraction(steps: list[StepTime]) -> float:
-    """Returns the fraction of the time between the first and the last step in which the device was idle."""
+    """Returns the fraction of the steps' time, with the gap before each, in which the device was idle; 0 if
+    there are no steps."""
     total = sum(step.busy_ms + step.idle_ms for step in steps)
     return sum(step.idle_ms for step in steps) / total if total else 0.0
 

@@ -115,7 +115,7 @@ def can_prebuild() -> bool:
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Builds the libraries of all instruction sets into a folder, for a wheel.
+    """Builds the libraries of all instruction sets into a folder, for a wheel. Returns their paths.
 
     A library that this compiler cannot build is left out, and that is logged.
     """

@@ -241,8 +241,13 @@ def _decode(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention of decode rows. `query`: [n, num_kv_heads, groups, head_dim], already scaled.
-    `sinks`: [num_kv_heads, groups, 1]."""
+    """Computes attention of decode rows, in the query's shape.
+
+    Args:
+        query: float32 [n, num_kv_heads, groups, head_dim], already scaled.
+        blocks: int64 [n, num_blocks]: block ids of the rows' contexts.
+        sinks: [num_kv_heads, groups, 1].
+    """
     context = gather_context(kv_layer, blocks)
     if group.unwritten is not None:
         # What lies behind a sequence's end may be anything, even NaN of another request, which neither adding
@@ -266,8 +271,8 @@ def _tiled(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention of a tile of one sequence's queries, one key tile after the other. Arguments are
-    those of `_decode`, but `blocks` is [max_blocks]."""
+    """Computes attention of a tile of one sequence's queries, one key tile after the other. Arguments and
+    result are those of `_decode`, but `blocks` is [max_blocks]: the sequence's row of the block table."""
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)

@@ -138,7 +138,8 @@ class Ends:
         self._report(handle, handle.finish_reason)
 
     def retry(self, *, final: bool = False) -> None:
-        """Retries the final responses that are due, oldest first, at most SENDS_PER_PASS of them.
+        """Retries the final responses that are due, oldest first, at most SENDS_PER_PASS of them. After the
+        last retry that fails, the request is given up, and an error is logged.
 
         Args:
             final: retries all of them a last time, whether due or not, because the thread ends.

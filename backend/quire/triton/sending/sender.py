@@ -22,7 +22,7 @@ class Sender:
     Args:
         queue: the choices that have something to send.
         ends: ends requests whose response cannot be made or sent.
-        engine: its `info` is stored with a cached result.
+        engine: results are cached only if they are of the engine that its `info` describes.
         meter: measures the responses of streams; None: nothing is measured.
         results: the result cache; None: results are not cached.
     """
