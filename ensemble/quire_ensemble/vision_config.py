@@ -200,8 +200,8 @@ class AnyresConfig(LlavaConfig):
     """Sizes (height, width) in pixels, multiples of a tile's."""
     max_tiles: int | None
     """OneVision: number of tiles to whose size an image's embeddings, without padding, are scaled down if
-    they are over 1.21 times as many. If a prompt has several images, each is one tile. None: LLaVA-NeXT, without
-    either rule."""
+    they are over 1.21 times as many. If a prompt has several images, each is one tile. None: LLaVA-NeXT,
+    without either rule."""
 
     def rows(self, t: int, h: int, w: int) -> int:
         return t

@@ -125,8 +125,8 @@ class HFConfig:
         return HFConfig(self.path, {**self.values, **values})
 
     def require_int(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """Returns a positive whole number, or the default if the key is missing or null. Raises
-        CheckpointError, which names the key and the file."""
+        """Returns a whole number from 1 to `most`, or the default if the key is missing or null. Raises
+        CheckpointError, which names the key and the file, for other values and without a default."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")

@@ -402,7 +402,8 @@ def _filled(model: Model, tensors: Iterable[NamedTensor], source: Path) -> Itera
 
 
 def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> None:
-    """Raises CheckpointError if a stored output head differs from the embedding that it is tied to."""
+    """Raises CheckpointError if a stored output head differs from the embedding that it is tied to, in shape
+    or, both converted to `dtype`, in values."""
     if head.tensor.shape != table.tensor.shape or not torch.equal(
         head.read().to(dtype), table.read().to(dtype)
     ):

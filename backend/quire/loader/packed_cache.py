@@ -149,7 +149,14 @@ class PackedCache:
             return None
 
     def write(self, key: str, tree: Any, stopped: threading.Event) -> None:
-        """Writes an entry. If it is too large or there is no room, this logs so and writes nothing."""
+        """Writes an entry, in place of one with this key. If it is too large, there is no room or the disk
+        fails, this logs so and leaves no new entry.
+
+        Args:
+            key: digest from which the file's name is made.
+            tree: the entry, a tree of JSON values and tensors.
+            stopped: when it is set, the writing ends early and leaves no new entry.
+        """
         head, tensors, size = _encode(key, tree)
         try:
             if size > self.limit:

@@ -1,5 +1,5 @@
-"""Gemma 4, text. Head sizes differ by kind of layer, some layers share keys and values, and each layer has an
-input of its own."""
+"""Gemma 4, text. Head sizes differ by kind of layer. In some models the last layers share keys and values
+with earlier ones, and each layer has an input of its own."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ here."""
 
 
 class VisionLanguageModel(DecoderModel):
-    """A decoder whose prompts may have image embeddings in place of placeholder tokens."""
+    """A decoder from a checkpoint that also has a vision part, which is not loaded. If the family accepts
+    image embeddings (`accepts_image_embeds`), prompts may have them in place of placeholder tokens."""
 
     def canonical_name(self, name: str) -> str:
         """See DecoderModel."""

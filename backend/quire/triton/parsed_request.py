@@ -34,8 +34,8 @@ class ParsedRequest:
     stream_interval: int = 0
     """Number of tokens per response of a stream; 0: the number does not decide."""
     stream_interval_ms: int = 0
-    """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
-    load decides (`triton/sending/pacing.py`)."""
+    """Milliseconds after a stream's response in which the next is due; 0: not by time. If
+    `stream_interval` is 0 as well, the load decides (`triton/sending/pacing.py`)."""
     cancel: bool = False
     """Whether this is a cancellation, which ends the tenant's requests with the same external id and
     generates nothing."""

@@ -116,9 +116,11 @@ class TextMachine:
         return True
 
     def _up_to(self, markers: Markers) -> tuple[str, re.Match[str] | None]:
-        """Reads the text before a marker, which itself is not read; returns both.
+        """Reads the text before the next marker, and returns this text and the marker's match. The marker
+        itself stays unread.
 
-        Without a marker (None) a possible beginning of one stays unread at the text's end.
+        If there is no marker, the match is None, and a possible beginning of one at the end of the text so
+        far stays unread, unless the text is complete.
         """
         found = markers.find(self._text, self._at)
         held = 0 if found is not None or self._is_last else markers.held(self._text, self._at)

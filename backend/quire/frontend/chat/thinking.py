@@ -9,8 +9,9 @@ from quire.frontend.chat.sink import AnswerSink
 class ThinkSplitter(TextMachine):
     """Parser of the reasoning at the beginning of an answer; another parser gets all text after it.
 
-    The opening tag may be the end of the prompt, or come first in the answer. Later it goes to the other
-    parser. Line feeds after the opening tag and white space after the closing one are left out.
+    The opening tag may be the end of the prompt, or come first in the answer. An opening tag further on is
+    text for the other parser. Line feeds after the opening tag and white space after the closing one are left
+    out.
 
     Args:
         sink: gets the reasoning.

@@ -55,8 +55,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class ForeignScheme:
-    """Scheme for checkpoints that another tool quantised; see LinearScheme. Layers that the rules exempt are
-    plain."""
+    """Scheme for checkpoints that another tool quantised; see LinearScheme. Layers that the rules exempt
+    have the scheme `plain`."""
 
     rules: Rules
     source: Path
