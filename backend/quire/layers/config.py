@@ -54,8 +54,8 @@ class ExpertsConfig:
     shared_size: int = 0
     """Inner size of the shared expert, which computes every token; 0: there is none."""
     latent_size: int | None = None
-    """Size of the vectors to which tokens are projected for the routed experts; None: these compute hidden
-    states. Only SquaredExperts supports it."""
+    """Size of the vectors to which hidden states are projected for the routed experts; None: they read the
+    hidden states themselves. Only SquaredExperts supports it."""
 
     @classmethod
     def from_hf(

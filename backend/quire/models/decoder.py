@@ -500,8 +500,8 @@ class DecoderModel(nn.Module, Model):
 
     def _apart(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Reorders the rows of a stored tensor of a query or key projection with `neighbours_apart`. Returns
-        a copy of a tensor without such rows (a single number, a shape). Raises CheckpointError for packed rows
-        that cannot be reordered."""
+        a copy of a tensor without such rows (a single number, a shape). Raises CheckpointError for packed
+        rows that cannot be reordered."""
         config, count = self.config, tensor.shape[0] if tensor.ndim else 1
         heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
         if name.endswith((".weight", ".bias", ".weight_packed", ".weight_scale")) and (

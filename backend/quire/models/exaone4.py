@@ -13,7 +13,8 @@ from quire.models.decoder import DecoderModel
 
 
 class Exaone4ForCausalLM(DecoderModel):
-    """Three layers with a window, then one with full attention, unless the file says otherwise."""
+    """Three layers with a window, then one with full attention, unless the file says otherwise. In a model
+    with windows, only the layers with one have a rotary embedding."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,5 @@
-"""gpt-oss: experts in every layer, attention sinks, windows in every other layer, biases everywhere."""
+"""gpt-oss: experts in every layer, attention sinks, windows in every other layer, and biases in attention,
+routers and experts."""
 
 from __future__ import annotations
 

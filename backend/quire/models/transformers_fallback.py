@@ -366,7 +366,8 @@ class _PagedAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Computes attention of query [1, num_heads, num_tokens, head_dim] and keys and values of the same
-        layout. Returns [1, num_tokens, num_heads, value size]."""
+        layout. Returns [1, num_tokens, num_heads, value size]. While attention is off (see _Step), the result
+        is a sum of query, key and value, each token's by itself."""
         size, inputs = value.shape[3], self._step.inputs
         if inputs is None:
             key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))

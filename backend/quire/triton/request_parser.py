@@ -698,7 +698,8 @@ def _outputs(
     text and token ids with each response; finish reason and number of input tokens with the last, and without
     a stream that of output tokens; numbers of choices and prompts if there are several; and other outputs
     only if its inputs ask for them. (A tensor costs about 10 us of CPU on either side of the stub.) In the
-    dialect of vllm_backend it gets the text, and what its inputs ask for.
+    dialect of vllm_backend it gets the text, and what its inputs ask for. With `return_embedding` or
+    `return_scores` it gets these, finish reason and number of input tokens, but no text.
     """
     if requested != all_outputs:
         return requested, requested

@@ -92,8 +92,9 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kv_events(config: Mapping[str, Any], unused: list[str]) -> dict[str, Any]:
-    """Returns our `kv_events` for vLLM's `kv_events_config`, and adds to `unused` what has no effect. Keys
-    that vLLM does not have are returned as they are, for `EngineConfig.from_mapping` to refuse."""
+    """Returns our `kv_events` for vLLM's `kv_events_config` (empty: no events), and adds to `unused` what has
+    no effect. Keys that vLLM does not have are returned as they are, for `EngineConfig.from_mapping` to
+    refuse."""
     unused += [f"{_EVENTS}.{key}" for key in config if key in _EVENTS_WITHOUT_EFFECT]
     given = {
         key: value

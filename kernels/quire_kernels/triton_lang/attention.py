@@ -881,8 +881,8 @@ def _width(head_dim: int) -> int:
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """Returns the highest compute capability in SHARED_LIMIT that the device has; 0: kernels are
-    interpreted."""
+    """Returns the highest compute capability in SHARED_LIMIT that the device has, or 80 if it has less; 0:
+    kernels are interpreted."""
     if operators.is_interpreted():
         return 0
     major, minor = torch.cuda.get_device_capability(device)

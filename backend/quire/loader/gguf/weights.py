@@ -69,7 +69,8 @@ _PLAIN = {
 
 
 def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
-    """Yields the tensors of one file under Hugging Face's names. A tensor without such a name keeps its own.
+    """Yields the tensors of one file, except ROPE_FACTORS, under Hugging Face's names. A tensor without such
+    a name keeps its own.
 
     Args:
         file: one of `opened.files`.
