@@ -188,8 +188,8 @@ def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
 
 
 def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
-    """Replaces a bound of 2**53 and more in magnitude, where not every whole number is a double, by the next
-    double inwards, as an inclusive bound.
+    """Replaces a bound of 2**53 and more in magnitude, where not every whole number is a double, by the
+    outermost double that satisfies it, as an inclusive bound.
 
     Args:
         schema: the schema, changed in place.

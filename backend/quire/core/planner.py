@@ -292,8 +292,9 @@ class Planner:
         return num_output >= request.max_output_tokens(self._max_model_len)
 
     def _allocate_or_preempt(self, request: Request, count: int) -> list[list[int]] | None:
-        """Allocates slots for a running request, preempting others. None: the request was itself preempted,
-        as the last in rank, or must wait because the last in rank is loading blocks."""
+        """Allocates slots for a running request. If there is no room, releases pins if no other request runs,
+        else preempts the last in rank. None: the request was itself preempted, as the last in rank, or must
+        wait because the last in rank is loading blocks."""
         running = self._roster.running
         while (block_ids := self._kv.allocate_slots(request, count)) is None:
             victim = running[-1]

@@ -421,7 +421,8 @@ class Scheduler:
         return output
 
     def finish_loads(self, loads_done: Iterable[tuple[int, int]]) -> None:
-        """Processes loads that have ended: (load id, number of leading blocks that are valid)."""
+        """Processes loads that have ended: (load id, number of leading blocks that are valid). The request of
+        an incomplete load waits again."""
         for load_id, num_valid in loads_done:
             request, complete = self.transfers.finish_load(load_id, num_valid)
             if request.is_finished:

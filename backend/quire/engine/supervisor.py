@@ -215,7 +215,14 @@ class EngineSupervisor:
 
     def _wait_ready(self, directory: RuntimeDirectory, begun: EngineState) -> EngineAddress:
         """Waits for a starting engine and returns its address. The engine may have been started by a frontend
-        that has died since."""
+        that has died since.
+
+        Raises:
+            CheckpointError: the engine says that it cannot start, and why.
+            EngineStoppedError: it was told to stop before it was ready.
+            UnavailableError: it ended, was not ready within `startup_timeout_s`, or this model is being
+                unloaded.
+        """
         deadline = time.monotonic() + self.config.frontend.startup_timeout_s
         while True:
             is_alive = begun.is_alive  # before what it says is read

@@ -37,8 +37,8 @@ _THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
 _PART = 2**21
 """Bytes that a thread reads at a time."""
 _AHEAD = 2**27
-"""Bytes of tensors read, or being read, ahead of the next tensor to be packed. No further read begins once
-they are exceeded, so they exceed the number by one tensor at most."""
+"""Bytes of tensors read, or being read, ahead of the next tensor to be packed. No further read begins while
+there are more, so they exceed this number by one tensor at most."""
 
 
 class WeightFiles(NamedTuple):

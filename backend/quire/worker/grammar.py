@@ -34,7 +34,7 @@ MAX_WAIT_S = 5.0
 """Most seconds that a step waits for one row's grammar: ten times the limit for compiling a client's grammar,
 and a thousand times the duration of advancing a grammar by one token."""
 Mask = npt.NDArray[np.int32]
-"""Bit i % 32 of word i / 32 is set if token i may follow. Tokens after the last word may not follow."""
+"""Bit i % 32 of word i // 32 is set if token i may follow. Tokens after the last word may not follow."""
 
 
 T = TypeVar("T")

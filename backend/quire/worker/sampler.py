@@ -203,7 +203,7 @@ def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[
 
 def _process(logits: torch.Tensor, rows: Sequence[SamplingRow], processed: list[int]) -> dict[int, RowOutput]:
     """Calls the requests' logits processors on their rows, in place; returns, by row, the errors of those
-    that failed."""
+    that failed. The logits of their rows become NaN."""
     errors = {}
     for i in processed:
         processors = rows[i].processors

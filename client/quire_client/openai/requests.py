@@ -477,7 +477,7 @@ def _same(value: Any, other: Any) -> bool:
 
 def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """Parses the fields that chat and completions have in common, as arguments of `TextRequest`; adds the
-    sampling parameters that they need to `sampling`."""
+    sampling parameters that they need to `sampling`. Raises RequestError."""
     stream = boolean("stream", body.get("stream"))
     usage, continuous = _stream_options(body.get("stream_options"), stream)
     count = body.get("prompt_logprobs")

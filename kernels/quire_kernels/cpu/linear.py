@@ -18,8 +18,8 @@ from quire_kernels.weights import W8A8_GROUP, QuantizedRows, quantize_weight
 BLOCK_COLUMNS = 32
 """Columns in a block; the same as in gemm.h."""
 INPUTS_MULTIPLE = 32
-"""in_features of every weight must be a multiple of this. Half of a gated weight's rows must be a multiple of
-half of this."""
+"""in_features of every weight must be a multiple of this (w8a8: of W8A8_GROUP). Half of a gated weight's
+rows must be a multiple of half of this."""
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _RESTORED = (*_FORMATS.values(), Format.GROUPED)
 _QUANTISED = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}

@@ -125,7 +125,8 @@ def _starts(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _host(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copies the array to memory from which `device` can copy without the host waiting."""
+    """Returns the array as a tensor from which `device` can copy without the host waiting: for CUDA a copy in
+    pinned memory, else the array's own memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 

@@ -85,8 +85,8 @@ class Sender:
         choice: OutputProcessor | None = None,
         response: Response | None = None,
     ) -> None:
-        """Sends an output of a choice (`pop_ready`, `pop_output`), or the answer to a command. Errors do not
-        leave this method: they end the request. An output that ended by a shutdown fails the request.
+        """Sends an output of a choice (`pop_ready`, `pop_output`), or the answer to a command. A failed
+        send ends the request and is not raised. An output that ended by a shutdown fails the request.
 
         Args:
             choice: the choice, to be scheduled for its next response; None: it is not scheduled.
