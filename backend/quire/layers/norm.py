@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""Root-mean-square norms: RMSNorm with a learned scale, UnitNorm without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The decoder of the Llama family: everything that differs between its members is in DecoderConfig."""
+"""The decoder that most model families share. Families differ in DecoderConfig, in class attributes, and in
+the methods that they override."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LLaVA 1.5, NeXT, OneVision, InternVL, Mistral 3: any supported text model behind a CLIP or SigLIP tower."""
+"""LLaVA 1.5, NeXT and OneVision, InternVL, Mistral 3: a vision tower, and a text model of a family in
+_TEXT_FAMILIES, which alone is loaded here."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Each update of a metric is a round trip to the server (20 to 100 us; 20 to 30 us of CPU on both sides). So
 everything is added up here, and a thread of its own sends what has changed, about twice a second, histograms
 every four seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
-Triton's own histograms need a call for each observation.
+Triton's own histograms need a call for each observation. Only vllm_backend's histograms are Triton's
+(`Observations`).
 
 Metrics are never deleted (`immortal`). Two frontends may show the same one (instances of a model; a model
 that is reloaded, whose old stub ends after the new one has begun). Their increments add up. If one of them

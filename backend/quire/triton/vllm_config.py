@@ -1,4 +1,4 @@
-"""Reads vllm_backend's model directory: `1/model.json` has vLLM's engine arguments."""
+"""Translates the content of vllm_backend's `1/model.json`, which has vLLM's engine arguments."""
 
 from __future__ import annotations
 

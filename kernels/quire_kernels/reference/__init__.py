@@ -1,5 +1,4 @@
-"""Vectorised PyTorch implementations of every operator, for any device. They define each operator's
-meaning."""
+"""PyTorch implementations of every operator, for any device. They define each operator's meaning."""
 
 from quire_kernels.reference import (
     attention,

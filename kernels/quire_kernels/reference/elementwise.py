@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gated activations."""
+"""Norms, rotary embedding, gated activations and argmax, for any device."""
 
 from __future__ import annotations
 

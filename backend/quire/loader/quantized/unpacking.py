@@ -1,4 +1,4 @@
-"""Unpacks numbers of few bits from words and bytes."""
+"""Unpacks numbers of few bits from words and bytes, and powers of two from their exponents."""
 
 from __future__ import annotations
 
