@@ -135,7 +135,9 @@ class HFConfig:
     def whole(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
         """Returns a whole number from 0 to `most`, or the default if the key is missing or null. Raises
         CheckpointError for any other value; it names the key and the file."""
-        return 0 if self.get(key, default) in (0, None) else self.require_int(key, default, most=most)
+        value = self.get(key, default)
+        is_zero = value is None or (type(value) is int and value == 0)
+        return 0 if is_zero else self.require_int(key, default, most=most)
 
     def number(self, key: str, default: float | None) -> float:
         """Returns a finite number of at least 0, or the default, if any, if the key is missing or null.
