@@ -456,8 +456,8 @@ class EngineCore:
         """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. If
         blocks have more than three tokens, none is filled, so nothing stays in the cache.
 
-        On a device with graphs, steps of all sizes are recorded first, because kernels are tuned only then
-        and a step recorded later keeps the kernels it had.
+        On a device with graphs, steps of all sizes are recorded before that. Kernels are tuned only during
+        this recording; a step recorded afterwards would keep untuned defaults for shapes that were not timed.
         """
         self.executor.warm_up()
         num_tokens = max(1, min(self.kv.block_size, self.info.max_model_len) - 3)

@@ -408,7 +408,8 @@ def _kernels(isa: str) -> ctypes.CDLL:
 
 
 def _in_vectors(*sizes: str) -> Callable[..., str | None]:
-    """Makes a predicate: the named facts must be multiples of VECTOR."""
+    """Makes a function that returns why a call's facts are not supported, or None: the facts named in `sizes`
+    must be multiples of VECTOR, and a KV cache, if there is one, must have one of KV_TYPES."""
 
     def why_not(**facts: Any) -> str | None:
         if facts.get("kv_dtype", torch.float32) not in KV_TYPES:
