@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -378,8 +377,7 @@ class _Gateway:
             else:
                 found = await classify(client, parsed.input, name="input", **stated)
         exchange.pooled(found)
-        body = await hold.work(lambda: json.dumps(reply(parsed, found), ensure_ascii=False).encode())
-        return Response(body, media_type="application/json")
+        return await hold.work(lambda: JSONResponse(reply(parsed, found)))
 
     async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
         """Returns the response. For a stream it waits for the first chunk, so that an error before it gets a
