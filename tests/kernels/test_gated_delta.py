@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import pytest
 import torch
@@ -126,6 +128,40 @@ def make_case(
     )
 
 
+class CaseWithStates(Protocol):
+    """Operands of an operator with states."""
+
+    memory: torch.Tensor
+
+    @property
+    def states(self) -> torch.Tensor:
+        """States of all blocks, a part of `memory`."""
+
+    def expected(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(output, each row's state after it), float64."""
+
+
+def check_rows(
+    case: CaseWithStates,
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype,
+    compute: Callable[[AttentionMetadata], torch.Tensor],
+) -> None:
+    """Output and states are those of float64, and nothing else was written."""
+    output, states = case.expected(rows)
+    between = case.memory[:, :16].clone(), case.memory[:, -16:].clone()
+    got = compute(batch(rows, str(case.memory.device)))
+    assert got.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got.double().cpu(), output, atol=tolerance, rtol=tolerance, msg=str(rows))
+    for index, state in enumerate(states):
+        own = case.states[NUM_BLOCKS - 1 - index].double().cpu()
+        torch.testing.assert_close(own, state, atol=5e-5, rtol=1e-5)
+    assert torch.equal(case.memory[:, :16].nan_to_num(), between[0].nan_to_num())
+    assert torch.equal(case.memory[:, -16:].nan_to_num(), between[1].nan_to_num())
+    assert bool(case.memory[: NUM_BLOCKS - len(rows)].isnan().all())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "device", "dtype"), RULES)
 def test_each_row_goes_on_from_its_state(
@@ -133,20 +169,8 @@ def test_each_row_goes_on_from_its_state(
 ) -> None:
     for rows in ROWS:
         case = make_case(rows, shape, dtype, device)
-        output, states = case.expected(rows)
-        between = case.memory[:, :16].clone(), case.memory[:, -16:].clone()
         with forced("gated_delta_rule", name):
-            got = case.rule(batch(rows, device))
-        assert got.dtype == dtype
-        tolerance = TOLERANCES[dtype]
-        torch.testing.assert_close(got.double().cpu(), output, atol=tolerance, rtol=tolerance, msg=str(rows))
-        for index, state in enumerate(states):
-            own = case.states[NUM_BLOCKS - 1 - index].double().cpu()
-            torch.testing.assert_close(own, state, atol=5e-5, rtol=1e-5)
-        # Nothing else was written.
-        assert torch.equal(case.memory[:, :16].nan_to_num(), between[0].nan_to_num())
-        assert torch.equal(case.memory[:, -16:].nan_to_num(), between[1].nan_to_num())
-        assert bool(case.memory[: NUM_BLOCKS - len(rows)].isnan().all())
+            check_rows(case, rows, dtype, case.rule)
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), RULES)

@@ -12,7 +12,15 @@ from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.state_space import StateSpace
 from tests.kernels.common import every_implementation, forced
-from tests.kernels.test_gated_delta import CONVOLUTIONS, DTYPES, NUM_BLOCKS, ROWS, TOLERANCES, batch
+from tests.kernels.test_gated_delta import (
+    CONVOLUTIONS,
+    DTYPES,
+    NUM_BLOCKS,
+    ROWS,
+    TOLERANCES,
+    batch,
+    check_rows,
+)
 
 IMPLEMENTATIONS = every_implementation("mamba2", DTYPES, head_dim=64, state_dim=64)
 NATIVE = [one for one in IMPLEMENTATIONS if one.values[0] != "reference"]
@@ -104,20 +112,8 @@ def test_each_row_goes_on_from_its_state(
 ) -> None:
     for rows in ROWS:
         case = make_case(rows, shape, dtype, device)
-        output, states = case.expected(rows)
-        between = case.memory[:, :16].clone(), case.memory[:, -16:].clone()
         with forced("mamba2", name):
-            got = case.compute(batch(rows, device))
-        assert got.dtype == dtype
-        tolerance = TOLERANCES[dtype]
-        torch.testing.assert_close(got.double().cpu(), output, atol=tolerance, rtol=tolerance, msg=str(rows))
-        for index, state in enumerate(states):
-            own = case.states[NUM_BLOCKS - 1 - index].double().cpu()
-            torch.testing.assert_close(own, state, atol=5e-5, rtol=1e-5)
-        # Nothing else was written.
-        assert torch.equal(case.memory[:, :16].nan_to_num(), between[0].nan_to_num())
-        assert torch.equal(case.memory[:, -16:].nan_to_num(), between[1].nan_to_num())
-        assert bool(case.memory[: NUM_BLOCKS - len(rows)].isnan().all())
+            check_rows(case, rows, dtype, case.compute)
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)

@@ -3,6 +3,8 @@ sequence at a time, for any device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
@@ -57,14 +59,8 @@ def gated_delta_rule(
     decay = (-log_decay.exp() * functional.softplus(a.float() + step_bias)).exp()
     rate, values = b.float().sigmoid(), value.float()
     out = torch.empty_like(values)
-    device, blocks = value.device, meta.block_table[:, 0].long()
-    query_lens = torch.tensor(meta.query_lens, device=device)
-    is_new = query_lens == torch.tensor(meta.seq_lens_list, device=device)
-    state = torch.where(is_new[:, None, None, None], 0.0, states[blocks])
-    starts = meta.query_start_loc[:-1].long()
-    for index in range(meta.max_query_len):
-        rows = (query_lens > index).nonzero()[:, 0]
-        tokens = starts[rows] + index
+    blocks, state = first_states(states, meta)
+    for rows, tokens in tokens_in_turn(meta):
         before = state[rows] * decay[tokens, :, None, None]
         found = torch.einsum("shkv,shk->shv", before, key[tokens])
         delta = (values[tokens] - found) * rate[tokens, :, None]
@@ -72,3 +68,28 @@ def gated_delta_rule(
         out[tokens] = torch.einsum("shkv,shk->shv", state[rows], query[tokens]) * key_dim**-0.5
     states[blocks] = state
     return out.to(value.dtype)
+
+
+def first_states(states: torch.Tensor, meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the block of each sequence, [num_seqs], and a copy of its state, [num_seqs, ...]. A sequence
+    without tokens before the step has a state of zeros.
+
+    Args:
+        states: states of all blocks, [num_blocks, ...] with three more dimensions.
+        meta: the step's metadata, whose block table has one block for each sequence.
+    """
+    blocks = meta.block_table[:, 0].long()
+    is_new = [query == total for query, total in zip(meta.query_lens, meta.seq_lens_list, strict=True)]
+    return blocks, torch.where(
+        torch.tensor(is_new, device=states.device)[:, None, None, None], 0.0, states[blocks]
+    )
+
+
+def tokens_in_turn(meta: AttentionMetadata) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields, for the first new token of every sequence, then for the second and so on, the indices of the
+    sequences that have one, and those of the tokens."""
+    starts = meta.query_start_loc[:-1].long()
+    query_lens = torch.tensor(meta.query_lens, device=starts.device)
+    for index in range(meta.max_query_len):
+        rows = (query_lens > index).nonzero()[:, 0]
+        yield rows, starts[rows] + index

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.reference.gated_delta import first_states, tokens_in_turn
 from quire_kernels.registry import implementation
 from quire_kernels.state_space import StateSpace
 
@@ -28,14 +29,8 @@ def mamba2(
     steps = functional.softplus(step.float() + space.step_bias).clamp(least, most)
     decay, values = (-space.log_decay.exp() * steps).exp(), x.float()
     out = space.skip[:, None] * values
-    device, blocks = x.device, meta.block_table[:, 0].long()
-    query_lens = torch.tensor(meta.query_lens, device=device)
-    is_new = query_lens == torch.tensor(meta.seq_lens_list, device=device)
-    state = torch.where(is_new[:, None, None, None], 0.0, states[blocks])
-    starts = meta.query_start_loc[:-1].long()
-    for index in range(meta.max_query_len):
-        rows = (query_lens > index).nonzero()[:, 0]
-        tokens = starts[rows] + index
+    blocks, state = first_states(states, meta)
+    for rows, tokens in tokens_in_turn(meta):
         term = keys[tokens].unsqueeze(-1) * (values[tokens] * steps[tokens].unsqueeze(-1)).unsqueeze(-2)
         state[rows] = state[rows] * decay[tokens, :, None, None] + term
         out[tokens] += torch.einsum("shnp,shn->shp", state[rows], queries[tokens])
