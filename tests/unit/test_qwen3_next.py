@@ -98,8 +98,8 @@ def test_real_shapes() -> None:
     """Of Qwen3-Next-80B-A3B in bfloat16: a state of 2 MiB and its convolution's inputs."""
     hf = HFConfig(Path("config.json"), QWEN3_NEXT)
     config = Qwen3NextForCausalLM.parse_config(hf, torch.bfloat16)
-    assert config.delta_layers == tuple(layer for layer in range(48) if layer % 4 != 3)
-    assert config.delta.state_bytes(torch.bfloat16) == 2 * 2**20 + 3 * 8192 * 2
+    assert config.state_layers == tuple(layer for layer in range(48) if layer % 4 != 3)
+    assert config.state.state_bytes(torch.bfloat16) == 2 * 2**20 + 3 * 8192 * 2
     assert config.rope.rotary_dim == 64 and config.num_weights == pytest.approx(80e9, rel=0.02)
 
 

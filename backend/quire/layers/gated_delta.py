@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.layers.config import DecoderConfig
 from quire.layers.context import AdapterStep, LayerContext
 from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
+from quire.layers.short_conv import Convolution
+from quire.layers.states import StatesConfig
 from quire_kernels import ops
 
 
@@ -57,14 +58,14 @@ class DeltaShape:
         return self.num_key_heads * self.key_dim
 
     @property
-    def value_size(self) -> int:
+    def inner_size(self) -> int:
         """Size of all heads' values together."""
         return self.num_heads * self.value_dim
 
     @property
     def num_channels(self) -> int:
         """Number of the convolution's channels: queries, keys and values."""
-        return 2 * self.key_size + self.value_size
+        return 2 * self.key_size + self.inner_size
 
     @property
     def rule_bytes(self) -> int:
@@ -77,45 +78,20 @@ class DeltaShape:
         return self.rule_bytes + (self.num_taps - 1) * self.num_channels * dtype.itemsize
 
     def num_weights(self, hidden_size: int) -> int:
-        """Number of weights in a layer's matrices."""
-        return hidden_size * (self.num_channels + 2 * self.value_size + 2 * self.num_heads)
+        """Returns the number of weights in a layer's matrices."""
+        return hidden_size * (self.num_channels + 2 * self.inner_size + 2 * self.num_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig(DecoderConfig):
+class HybridConfig(StatesConfig):
     """Configuration of a decoder with gated DeltaNet in some layers and gated attention in the others."""
 
-    delta: DeltaShape
-    delta_layers: tuple[int, ...]
-    """Indices of the layers with gated DeltaNet."""
-
-    @property
-    def input_sizes(self) -> dict[str, int]:
-        """See DecoderConfig."""
-        return {**super().input_sizes, "inputs of out_proj": self.delta.value_size}
+    state: DeltaShape
 
     def layer_weights(self, num_experts: int) -> int:
         """See DecoderConfig."""
-        gate = self.hidden_size * self.num_heads * self.head_dim
-        attention, delta = self._attention_weights, self.delta.num_weights(self.hidden_size)
-        count = len(self.delta_layers)
-        of_kinds = (self.num_layers - count) * gate + count * (delta - attention)
-        return super().layer_weights(num_experts) + of_kinds
-
-
-class Convolution(nn.Module):
-    """Weights of a causal convolution over the tokens, with taps of its own for each channel."""
-
-    def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        # Shape of checkpoints, [num_channels, 1, num_taps], over memory in the kernels' order.
-        taps = torch.empty((num_taps, num_channels), dtype=dtype)
-        self.weight = nn.Parameter(taps.T.unsqueeze(1), requires_grad=False)
-
-    @property
-    def taps(self) -> torch.Tensor:
-        """Taps of the convolution, [num_taps, num_channels], contiguous."""
-        return self.weight[:, 0].T
+        gates = (self.num_layers - len(self.state_layers)) * self.hidden_size * self.num_heads * self.head_dim
+        return super().layer_weights(num_experts) + gates
 
 
 class GatedDeltaNet(nn.Module):
@@ -128,9 +104,9 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
-        shape = self.shape = config.delta
+        shape = self.shape = config.state
         parts, gates = (
-            {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size},
+            {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.inner_size},
             {"in_proj_b": shape.num_heads, "in_proj_a": shape.num_heads},
         )
         if shape.interleaved:
@@ -139,13 +115,13 @@ class GatedDeltaNet(nn.Module):
         self.inputs = Linear(config, size, parts, parallel="column", bias=False)
         # Apart: files with quantised weights leave these as they are.
         self.gates = Linear(config, size, gates, parallel="column", bias=False)
-        self.conv1d = Convolution(shape.num_channels, shape.num_taps, config.dtype)
+        self.conv1d = Convolution(shape.num_channels, shape.num_taps, config.dtype, has_bias=False)
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32), requires_grad=False)
             for _ in range(2)
         )
         self.norm = RMSNorm(config, shape.value_dim)
-        self.out = Linear(config, shape.value_size, {"out_proj": size}, parallel="row", bias=False)
+        self.out = Linear(config, shape.inner_size, {"out_proj": size}, parallel="row", bias=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Computes [num_tokens, hidden_size] in the same shape, and updates the sequences' states with their
@@ -161,7 +137,7 @@ class GatedDeltaNet(nn.Module):
             inputs.view(x.dtype).unflatten(1, (shape.num_taps - 1, shape.num_channels)),
             meta,
         )
-        query, key, value = mixed.split([shape.key_size, shape.key_size, shape.value_size], 1)
+        query, key, value = mixed.split([shape.key_size, shape.key_size, shape.inner_size], 1)
         attended = ops.gated_delta_rule(
             query.unflatten(1, (shape.num_key_heads, shape.key_dim)),
             key.unflatten(1, (shape.num_key_heads, shape.key_dim)),
@@ -182,14 +158,14 @@ class GatedDeltaNet(nn.Module):
         the rule."""
         shape, y, gates = self.shape, self.inputs(x, adapters), self.gates(x, adapters)
         if not shape.interleaved:
-            return (*y.split([shape.num_channels, shape.value_size], 1), *gates.chunk(2, 1))
-        shared = shape.value_size // shape.num_key_heads
+            return (*y.split([shape.num_channels, shape.inner_size], 1), *gates.chunk(2, 1))
+        shared = shape.inner_size // shape.num_key_heads
         query, key, value, z = y.unflatten(1, (shape.num_key_heads, -1)).split(
             [shape.key_dim, shape.key_dim, shared, shared], 2
         )
         b, a = gates.unflatten(1, (shape.num_key_heads, -1)).chunk(2, 2)
         mixed = y.new_empty((len(y), shape.num_channels))
-        places = mixed.split([shape.key_size, shape.key_size, shape.value_size], 1)
+        places = mixed.split([shape.key_size, shape.key_size, shape.inner_size], 1)
         for place, part in zip(places, (query, key, value), strict=True):
             place.unflatten(1, (shape.num_key_heads, -1)).copy_(part)
         return mixed, *(part.flatten(1) for part in (z, b, a))

@@ -12,7 +12,7 @@ from torch import nn
 from quire.layers.context import LayerContext
 from quire.layers.hf_config import HFConfig
 from quire.layers.linear import Linear
-from quire.layers.short_conv import BiasedConvolution
+from quire.layers.short_conv import Convolution
 from quire.layers.states import StatesConfig
 from quire_kernels import ops
 from quire_kernels.state_space import StateSpace
@@ -109,7 +109,7 @@ class Mamba2(nn.Module):
         self.shape, self.eps, size = shape, config.rms_norm_eps, config.hidden_size
         parts = {"in_proj": shape.inner_size + shape.num_channels + shape.num_heads}
         self.inputs = Linear(config, size, parts, parallel="column", bias=shape.proj_bias)
-        self.conv1d = BiasedConvolution(shape.num_channels, shape.num_taps, config.dtype, shape.conv_bias)
+        self.conv1d = Convolution(shape.num_channels, shape.num_taps, config.dtype, has_bias=shape.conv_bias)
         self.A_log, self.dt_bias, self.D = (
             nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32), requires_grad=False)
             for _ in range(3)

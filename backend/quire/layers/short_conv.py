@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from quire.layers.context import LayerContext
-from quire.layers.gated_delta import Convolution
 from quire.layers.linear import Linear
 from quire.layers.states import StatesConfig
 from quire_kernels import ops
@@ -34,14 +33,23 @@ class ConvShape:
         return 4 * hidden_size * self.inner_size
 
 
-class BiasedConvolution(Convolution):
-    """Weights of a causal convolution of each channel, with an optional bias."""
+class Convolution(nn.Module):
+    """Weights of a causal convolution over the tokens, with taps of its own for each channel, and with a bias
+    if asked for."""
 
-    def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype, has_bias: bool) -> None:
-        super().__init__(num_channels, num_taps, dtype)
+    def __init__(self, num_channels: int, num_taps: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+        super().__init__()
+        # Shape of checkpoints, [num_channels, 1, num_taps], over memory in the kernels' order.
+        taps = torch.empty((num_taps, num_channels), dtype=dtype)
+        self.weight = nn.Parameter(taps.T.unsqueeze(1), requires_grad=False)
         self.bias: nn.Parameter | None = None
         if has_bias:
             self.bias = nn.Parameter(torch.empty(num_channels, dtype=dtype), requires_grad=False)
+
+    @property
+    def taps(self) -> torch.Tensor:
+        """Taps of the convolution, [num_taps, num_channels], contiguous."""
+        return self.weight[:, 0].T
 
 
 class ShortConv(nn.Module):
@@ -54,7 +62,7 @@ class ShortConv(nn.Module):
         assert isinstance(shape, ConvShape)
         self.shape, size, inner = shape, config.hidden_size, shape.inner_size
         self.inputs = Linear(config, size, {"in_proj": 3 * inner}, parallel="column", bias=shape.has_bias)
-        self.conv = BiasedConvolution(inner, shape.num_taps, config.dtype, shape.has_bias)
+        self.conv = Convolution(inner, shape.num_taps, config.dtype, has_bias=shape.has_bias)
         self.out = Linear(config, inner, {"out_proj": size}, parallel="row", bias=shape.has_bias)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:

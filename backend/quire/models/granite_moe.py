@@ -4,7 +4,7 @@ with up, and down."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -33,14 +33,27 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
         """See DecoderModel. Splits stacked experts."""
-        prefix, separator, rest = stored.name.partition(".block_sparse_moe.")
-        parts = _PARTS.get(rest.removesuffix(".weight"))
-        if not separator or parts is None:
-            yield stored
-            return
-        assert self.config.experts is not None
-        yield from split_experts(stored, prefix, parts, self.config.experts.num_experts)
+        yield from split_stacked(stored, self.config, _PARTS)
 
     def canonical_name(self, name: str) -> str:
         """See DecoderModel."""
         return name.replace(".block_sparse_moe.router.layer.", ".mlp.gate.")
+
+
+def split_stacked(
+    stored: NamedTensor, config: DecoderConfig, parts: Mapping[str, tuple[str, ...]]
+) -> Iterator[NamedTensor]:
+    """Splits a tensor of Granite's stacked experts by expert; yields any other tensor as it is.
+
+    Args:
+        stored: tensor of a checkpoint.
+        config: the model's configuration.
+        parts: for each name of a stacked tensor, the names of the parts that an expert's slice consists of.
+    """
+    prefix, separator, rest = stored.name.partition(".block_sparse_moe.")
+    names = parts.get(rest.removesuffix(".weight"))
+    if not separator or names is None:
+        yield stored
+        return
+    assert config.experts is not None
+    yield from split_experts(stored, prefix, names, config.experts.num_experts)

@@ -14,7 +14,7 @@ from quire.layers.mamba import Mamba2, MambaShape, step_limit
 from quire.layers.states import LAYER_TYPES, MAX_TAPS, StatesConfig, layer_kinds
 from quire.models.decoder import DecoderLayer
 from quire.models.granite import GraniteForCausalLM
-from quire.models.stacked_experts import split_experts
+from quire.models.granite_moe import split_stacked
 from quire.models.states import StatesModel
 from quire_common.weight_files import NamedTensor
 from quire_kernels.routing import Routing
@@ -78,13 +78,7 @@ class GraniteMoeHybridForCausalLM(StatesModel, GraniteForCausalLM):
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
         """See Model. Splits stacked experts."""
-        prefix, separator, rest = stored.name.partition(".block_sparse_moe.")
-        part = _PARTS.get(rest.removesuffix(".weight"))
-        if not separator or part is None:
-            yield stored
-            return
-        assert self.config.experts is not None
-        yield from split_experts(stored, prefix, (part,), self.config.experts.num_experts)
+        yield from split_stacked(stored, self.config, {name: (part,) for name, part in _PARTS.items()})
 
     def canonical_name(self, name: str) -> str:
         """See Model."""

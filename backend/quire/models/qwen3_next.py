@@ -3,9 +3,7 @@ them shared by all tokens."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -14,9 +12,9 @@ from quire.layers.attention import GatedAttention
 from quire.layers.config import DecoderConfig
 from quire.layers.gated_delta import DeltaShape, GatedDeltaNet, HybridConfig
 from quire.layers.hf_config import HFConfig
-from quire.models.decoder import DecoderLayer, DecoderModel
+from quire.models.decoder import DecoderLayer
 from quire.models.qwen3_moe import qwen_experts
-from quire.roofline import ModelWork
+from quire.models.states import StatesModel
 
 
 class HybridLayer(DecoderLayer):
@@ -25,14 +23,15 @@ class HybridLayer(DecoderLayer):
     def make_attention(self, config: DecoderConfig, layer: int) -> nn.Module:
         """See DecoderLayer."""
         assert isinstance(config, HybridConfig)
-        return GatedDeltaNet(config) if layer in config.delta_layers else GatedAttention(config, layer)
+        return GatedDeltaNet(config) if layer in config.state_layers else GatedAttention(config, layer)
 
 
-class HybridModel(DecoderModel):
+class HybridModel(StatesModel):
     """Qwen decoder with gated DeltaNet in some layers and gated attention in the others. The tensors `mtp.*`,
     for multi-token prediction, are not loaded."""
 
     layer_class = HybridLayer
+    state_name = "linear_attn"
     rotates_partly = True
     accepts_image_embeds = False
     interleaved: bool
@@ -47,31 +46,12 @@ class HybridModel(DecoderModel):
         bias = hf.flag("attention_bias", False)
         return HybridConfig(
             **vars(base) | {"qk_norm": True, "unit_offset_norms": True, "qkv_bias": bias, "out_bias": bias},
-            delta=DeltaShape.from_hf(hf, interleaved=cls.interleaved),
-            delta_layers=_delta_layers(hf, base.num_layers),
+            state=DeltaShape.from_hf(hf, interleaved=cls.interleaved),
+            state_layers=_state_layers(hf, base.num_layers),
         )
 
-    def state_bytes(self, config: DecoderConfig) -> Mapping[int, int]:
-        """See DecoderModel."""
-        assert isinstance(config, HybridConfig)
-        return dict.fromkeys(config.delta_layers, config.delta.state_bytes(config.dtype))
-
-    def work(self, kv_token_bytes: int) -> ModelWork:
-        """See DecoderModel. The bytes of states are not counted."""
-        work = super().work(kv_token_bytes)
-        assert isinstance(self.config, HybridConfig)
-        return dataclasses.replace(work, windows=work.windows[len(self.config.delta_layers) :])
-
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        of_delta = {
-            f"model.layers.{layer}.self_attn": f"model.layers.{layer}.linear_attn"
-            for layer, one in enumerate(self.layers)
-            if isinstance(one, HybridLayer) and isinstance(one.self_attn, GatedDeltaNet)
-        }
         for path, module in super()._named_modules():
-            found = re.match(r"model\.layers\.\d+\.self_attn", path)
-            if found:
-                path = of_delta.get(found[0], found[0]) + path[found.end() :]
             yield path.replace(".shared_experts", ".shared_expert"), module
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -99,7 +79,7 @@ class Qwen3NextForCausalLM(HybridModel):
         return HybridConfig(**vars(config) | {"experts": experts})
 
 
-def _delta_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
+def _state_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
     """Returns the layers that `layer_types` calls linear_attention. Without that list, these are all but
     every `full_attention_interval`th layer. Raises CheckpointError."""
     types = hf.get("layer_types")
