@@ -310,8 +310,13 @@ struct Adapted {
     int64_t output;
   };
   Half half_of(int64_t block, int half) const {
-    if (w.activation != Activation::none) return {half, block * half_block};
     Half found{0, first_column + block * block_columns + half * half_block};
+    if (w.activation != Activation::none) {
+      // Of gate, then of up: in two parts of a layer, or in the halves of one.
+      int64_t num_outputs = 0;
+      for (int i = 0; i < layer.num_parts; ++i) num_outputs += layer.parts[i].num_outputs;
+      found.output = half * (num_outputs / 2) + block * half_block;
+    }
     for (; found.part < layer.num_parts && found.output >= layer.parts[found.part].num_outputs; ++found.part)
       found.output -= layer.parts[found.part].num_outputs;
     return found;
