@@ -404,10 +404,11 @@ def pack_linear(
             computes the gate. None: the layer is not gated.
         quantization: quantisation of a weight that is a tensor, see `weights.quantize_weight`; None: none.
             "int8" and "int4" quantise weights. "w8a8" is "int8" with rows of x quantised at run time
-            (`weights.quantize_rows`; not by CUDA kernels). "w4a8" packs `weights.group_weight`. "fp8" quantises
-            weights and, on GPUs with fp8 products, rows of 16-bit x at run time with a scale each;
-            float32 results are then rounded to 16 bits in between. "fp8_weights" quantises weights only, for
-            logits. With "int4", "w4a8" and "w8a8", in_features must be a multiple of their group.
+            (`weights.quantize_rows`), but CUDA kernels do not quantise x. "w4a8" packs
+            `weights.group_weight`. "fp8" quantises weights and, on GPUs with fp8 products, rows of 16-bit x
+            at run time with a scale each; float32 results are then rounded to 16 bits in between.
+            "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and "w8a8", in_features must
+            be a multiple of their group.
         dtype: type of x, needed if the weight is not a tensor; otherwise x has the weight's type.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):

@@ -49,8 +49,8 @@ all sets after it, and the flags of g++."""
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be built here, or QUIRE_CPU_ISA names an instruction set that this processor lacks. The
-    message says why."""
+    """The kernels cannot be built here, or this processor lacks the instruction set that QUIRE_CPU_ISA names.
+    The message says why."""
 
 
 @functools.cache

@@ -112,7 +112,8 @@ def library(isa: str) -> ctypes.CDLL | None:
 
 
 def set_num_threads(count: int) -> None:
-    """Sets the number of threads that share each kernel's work, the calling thread included, and PyTorch's."""
+    """Sets the number of threads that share the work of each kernel, and of PyTorch's operators. The calling
+    thread is one of them."""
     torch.set_num_threads(count)
     for loaded in _loaded:
         loaded.quire_set_num_threads(count)

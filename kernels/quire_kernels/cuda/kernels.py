@@ -27,7 +27,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def attention_shared_bytes(head_dim: int, cache: int) -> int:
-    """Returns the bytes of dynamic shared memory that attention.cu needs. attention.cu defines the layout."""
+    """Returns the bytes of dynamic shared memory that a block of attention.cu needs. `cache`: see
+    `compiler.attention_unit`."""
     tile, element = 32 if head_dim > 128 else 64, 1 if cache else 2
     row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 192
     stages = 4 if cache else 3

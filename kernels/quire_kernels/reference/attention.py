@@ -427,8 +427,8 @@ def _mask(columns: _Ints, seen_from: _Ints, seen_to: _Ints, device: torch.device
 def _unwritten(
     seen_to: _Ints, num_blocks: _Ints, width: int, block_size: int, device: torch.device
 ) -> tuple[Any, ...] | None:
-    """Returns `_DecodeGroup.unwritten`. Rows have `num_blocks` blocks, padded to `width`. Their columns before
-    `seen_to` are written."""
+    """Returns `_DecodeGroup.unwritten`. Rows have `num_blocks` blocks, padded to `width`. Columns of a row
+    before `seen_to` are written."""
     if seen_to.min() == seen_to.max():
         end = int(seen_to[0])
         return (..., slice(end, None), slice(None)) if end < width * block_size else None

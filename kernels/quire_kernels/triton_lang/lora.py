@@ -22,7 +22,7 @@ interpreter.install()
 _BLOCK_TOKENS = 32
 _BLOCK_OUT = 64
 _PART_INPUTS = 512
-"""Least number of a layer's inputs that a program multiplies."""
+"""Least number of inputs that a program multiplies, unless the layer has fewer."""
 _MAX_PARTS = 8
 _STEP = 16
 """Ranks that `_expand_kernel` multiplies at once. More would not fit in registers."""
