@@ -109,8 +109,9 @@ class LayerAdapters(NamedTuple):
 def can_fuse(
     layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int, attention: str | None
 ) -> bool:
-    """Whether NativeDecoder can compute these layers: the registry must choose native implementations for
-    every operator. `attention`: name of the wanted attention implementation; None: the best."""
+    """Whether NativeDecoder can compute these layers: they must be packed for one instruction set, and the
+    registry must choose its implementations for the other operators. `attention`: name of the wanted
+    attention implementation; None: the best."""
     linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:

@@ -240,8 +240,8 @@ class Kernels:
 
         Returns:
             float8_e4m3fn [n, size], rounded to nearest even, and float32 [n, 1]. A value is about code *
-            scale. A row's scale is its largest magnitude / 448; for a row of zeros, it is the smallest normal
-            number. Rows with NaN or infinities get zeros and a NaN scale.
+            scale. A row's scale is its largest magnitude / 448, and at least the smallest normal number. Rows
+            with NaN or infinities get zeros and a NaN scale.
         """
         rows = aligned_rows(x)
         count, size = rows.shape

@@ -1,6 +1,6 @@
 """Paged attention in Triton: one kernel for sequences with one new token, one for longer queries.
 
-Decode. The query heads that share a KV head are the rows of one tile, padded to 16 for the tensor cores. A
+Decode. The query heads that share a KV head are the rows of one tile, at least 16 for the tensor cores. A
 context is cut into parts. Their number and borders depend on its own length only, so a result does not depend
 on the other sequences in the batch. A work item is a (sequence, part, KV head). A fixed number of programs
 divides the list of items, each taking an equal share of the summed weights. The sequence with which each

@@ -117,7 +117,7 @@ class Tuner:
 
         Args:
             key: from `kernel_key`.
-            default: used if nothing is known and timing is not allowed.
+            default: used if nothing is known and timing is not allowed, or if no configuration can run.
             candidates: returns configurations worth timing; the default is timed too.
             run: launches the kernel once with a configuration. It may be called any number of times.
         """
