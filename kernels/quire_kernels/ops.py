@@ -68,8 +68,9 @@ def paged_attention(
         sinks: float32 [num_heads]: an additional score for every row of a head. It is not capped and has no
             value, so it only increases the softmax's denominator (gpt-oss; "Efficient Streaming Language
             Models with Attention Sinks", arXiv 2309.17453). None: there are none.
-        implementation: name of the implementation to use, except for calls that it leaves to others. None:
-            the one that the environment names, else the best one.
+        implementation: name of the implementation to use, except for calls that it leaves to others. If it
+            does not support the call, KernelError is raised. None: the one that the environment names, else
+            the best one.
 
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.

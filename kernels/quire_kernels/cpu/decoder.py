@@ -88,7 +88,7 @@ class DecoderLayerWeights:
 
 
 class PartAdapters(Protocol):
-    """Adapters of one part of a layer; see `ops.add_lora`."""
+    """Adapters of one part of a linear layer, such as the keys of `qkv`; see `ops.add_lora`."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -149,7 +149,7 @@ class NativeDecoder:
         eps: epsilon of every norm.
         num_heads: number of query heads.
         head_dim: size of a head.
-        rotary_dim: leading dimensions of a head that are rotated.
+        rotary_dim: number of leading dimensions of a head that are rotated.
         embedding: table in which token ids are looked up; None: the caller looks them up. A table of other
             kernels or of another type counts as None; see `looks_up`.
         head: output head with which best tokens are chosen; None: the caller chooses them. A head of other

@@ -140,7 +140,7 @@ def _compile(unit: Unit, arch: str) -> bytes:
 
 @functools.cache
 def _core() -> Any:
-    """Imports the binding, whose module name depends on its version."""
+    """Returns the binding, whose module name depends on its version; raises CompileError if there is none."""
     errors = []
     for name in ("cuda.core", "cuda.core.experimental"):
         try:

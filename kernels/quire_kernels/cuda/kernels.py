@@ -39,8 +39,8 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Work of each block of an attention launch. It is planned on the device, and all layers of a step share
-    it."""
+    """Work of each block of an attention launch. It is planned on the device. Layers of a step with the same
+    window and shape share it."""
 
     items: torch.Tensor
     """int32 [num_items, 8]: `Item` structures of attention.cu."""

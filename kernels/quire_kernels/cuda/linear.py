@@ -23,8 +23,8 @@ from quire_kernels.weights import FP8, INT4_GROUP, PackedLinear, QuantizedRows, 
 logger = logging.getLogger("quire_kernels")
 
 MAX_ROWS = 64
-"""Most rows of x for which kernels read the codes directly. With more rows, weights are dequantised and
-cuBLAS multiplies."""
+"""Most rows of 16-bit x for which kernels read the codes directly. With more rows, or float32 x, weights are
+dequantised and cuBLAS multiplies."""
 CODES = {"int8": "INT8", "w8a8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
 """Name of the codes of each quantisation in numbers.cuh (`Codes`)."""
 FLOAT8_CAPABILITY = (9, 0)

@@ -87,7 +87,7 @@ def _why_not(
     **_: Any,
 ) -> str | None:
     """Returns why FlashInfer does not support this shape; None: it does. A quantised cache is not supported:
-    FlashInfer has one scale for all tokens, ours has one per token."""
+    FlashInfer has one scale for all tokens, ours has one per token and KV head."""
     if sinks:
         return NO_SINKS
     if head_dim not in HEAD_DIMS:

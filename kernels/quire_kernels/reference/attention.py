@@ -78,8 +78,8 @@ class _QueryTile:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a batch is computed, whichever blocks its tokens are in. KV groups with the same window share a
-    plan."""
+    """How a batch is computed, whichever blocks its tokens are in. KV groups with the same window and block
+    shape share a plan."""
 
     decode: list[_DecodeGroup]
     places: torch.Tensor

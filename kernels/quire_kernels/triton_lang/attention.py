@@ -220,8 +220,8 @@ def _assign_kernel(  # type: ignore[no-untyped-def]
     """Sums up the sequences' work, and finds the sequence with which each decode program begins.
 
     Args:
-        work: int32 [num_seqs + 1], output: number of tiles in the work items of all earlier sequences. A
-            context's last part counts as a whole one.
+        work: int32 [num_seqs + 1], output: number of tiles in the work items of all earlier sequences.
+            Only sequences with one new token have any. A context's last part counts as a whole one.
         first: int32 [num_programs], output: index of each program's first sequence.
         steps: steps of the bisection, at least log2(num_seqs) + 1.
         PROGRAMS: num_programs, rounded up to a power of two.
