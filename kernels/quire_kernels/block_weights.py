@@ -24,8 +24,8 @@ class BlockKind:
     zero: int = 0
     table: tuple[int, ...] | None = None
     scale_type: str = "FLOAT16"
-    """Name of a ScaleType (gemm.h). Integer scales and minimums are multiplied by their block's float16
-    scale; float32 holds the product exactly."""
+    """Name of a `ScaleType` of cpu/native.py. Integer scales are multiplied by a float16 factor of their
+    block, integer minimums by another one. float32 holds these products exactly."""
     has_minimums: bool = False
 
 
@@ -44,7 +44,7 @@ BLOCK_KINDS = {
     GGMLQuantizationType.IQ4_XS: BlockKind(4, 32, table=_IQ4_VALUES, scale_type="INT8"),
     GGMLQuantizationType.MXFP4: BlockKind(4, 32, table=E2M1, scale_type="BFLOAT16"),
 }
-"""GGUF block types that are packed without dequantisation."""
+"""GGUF block types for which a BlockWeight can be made. The C++ kernels pack them without dequantisation."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bit-packed codes, scales and minimums, as the C++ kernels store them."""
+        """Bytes of the bit-packed codes, scales, minimums and factors, as the C++ kernels store them."""
         means, (inputs, size) = BLOCK_KINDS[self.kind], GGML_QUANT_SIZES[self.kind]
         sets = 1 + means.has_minimums
         factors = 16 * sets if means.scale_type in ("INT8", "NIBBLES") else 0

@@ -12,8 +12,8 @@ _NUMBERS = {"float": c_float, "int": c_int32, "int32_t": c_int32, "int64": c_int
 class Declarations:
     """Structures and functions of some sources, found by name.
 
-    Their types may be float, integers of 32 or 64 bits, 32-bit enumerations, pointers (to anything) and
-    structures of the same sources. Any other type raises AssertionError.
+    Their types may be float, signed integers of 32 or 64 bits, 32-bit enumerations, pointers (to anything)
+    and structures of the same sources. Any other type raises AssertionError, and so does an unknown name.
     """
 
     def __init__(self, text: str) -> None:

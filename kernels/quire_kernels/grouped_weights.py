@@ -15,15 +15,14 @@ E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight:
-    """Matrix of weights scale * (value - zero) - minimum. The value is the code, or the entry of `table` for
-    the code.
+    """Matrix of weights (scale * (value - zero) - minimum) * row_scale. The value is the code, or the entry
+    of `table` for the code.
 
-    This form exists only between reading a file and packing (`ops.pack_linear`). Each code takes one byte
-    here.
+    This form exists only until `ops.pack_linear` packs it. Each code takes one byte here.
     """
 
     codes: torch.Tensor
-    """uint8 [out_features, in_features], less than 2 ** bits."""
+    """uint8 [out_features, in_features], less than 2 ** bits; in_features is a multiple of `group` and 32."""
     scales: torch.Tensor
     """[out_features, in_features / group], of a type in SCALE_TYPES."""
     bits: int

@@ -10,8 +10,8 @@ import torch
 
 T = TypeVar("T")
 SHORT_QUERY = 16
-"""Most new tokens per sequence in a batch for implementations that read the context again for every few new
-tokens."""
+"""A batch has long queries (a fact of `attention_facts`) if a sequence has more new tokens than this.
+Implementations that read the context again for every few new tokens leave such batches to others."""
 NO_SINKS = "no attention sinks"
 """Reason why an implementation of `ops.paged_attention` without attention sinks cannot compute a call."""
 Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
@@ -83,8 +83,8 @@ class AttentionMetadata:
         return replace(self, block_table=block_table, slot_mapping=slot_mapping, plans={})
 
     def of_states(self, block_size: int) -> AttentionMetadata:
-        """Returns the batch with each sequence's last block only, which holds its state in a group of
-        states."""
+        """Returns the batch with each sequence's last block only, which holds its state in a KV group of
+        states. `block_size`: tokens per block."""
 
         def last_blocks() -> AttentionMetadata:
             columns = ((self.seq_lens - 1) // block_size).long()[:, None]
@@ -113,8 +113,9 @@ class AttentionMetadata:
         return value
 
     def chunked(self, size: int, block_size: int) -> AttentionMetadata:
-        """Returns the batch for chunked attention, in which a token sees only tokens of its own chunk. The
-        tokens of a sequence in one chunk become a sequence of their own, which starts at the chunk's start.
+        """Returns the batch for chunked attention, in which a token sees only tokens of its own chunk. A
+        sequence's new tokens in one chunk become a sequence of their own, whose context starts at the
+        chunk's start.
 
         Args:
             size: tokens in a chunk, a multiple of block_size. Chunks start at position 0 of a sequence.
@@ -188,7 +189,7 @@ class AttentionMetadata:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> AttentionMetadata:
-        """Makes metadata from plain lists, for tests, tools and warm-up.
+        """Makes metadata from plain lists; there must be at least one sequence.
 
         Args:
             query_lens: new tokens per sequence, each at least 1.

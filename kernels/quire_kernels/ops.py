@@ -68,8 +68,9 @@ def paged_attention(
         sinks: float32 [num_heads]: an additional score for every row of a head. It is not capped and has no
             value, so it only increases the softmax's denominator (gpt-oss; "Efficient Streaming Language
             Models with Attention Sinks", arXiv 2309.17453). None: there are none.
-        implementation: name of the implementation to use, except for calls that it leaves to others. None:
-            the one that the environment names, else the best one.
+        implementation: name of the implementation to use, except for calls that it leaves to others. If it
+            does not support the call, KernelError is raised. None: the one that the environment names, else
+            the best one.
 
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
@@ -119,9 +120,9 @@ def _attend(
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor) -> None:
     """Stores the keys and values of new tokens in their slots.
 
-    A quantised layer gets one scale per token and head, max|x| / 127 (int8) or max|x| / 448 (fp8), rounded to
-    the scale's type, and x / scale rounded to nearest even. If a head of a token contains a NaN or an
-    infinity, all of that head is NaN when read.
+    A quantised layer gets one scale per token and head, max|x| / 127 (int8) or max|x| / 448 (fp8), but at
+    least the smallest normal number, rounded to the scale's type. Its data is x / scale, rounded to nearest
+    even. If a head of a token contains a NaN or an infinity, all of that head is NaN when read.
 
     Args:
         key: [num_tokens, num_kv_heads, head_dim], already rotated.
@@ -217,7 +218,8 @@ def copy_blocks(blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes x / rms(x) * weight over the last dimension, in x's type. The mean of squares is float32."""
+    """Computes x / rms(x) * weight over the last dimension, in x's type, which `weight` has too. The mean of
+    squares is float32."""
     function = registry.select("rms_norm", x.device.type, x.dtype, size=x.shape[-1])
     out: torch.Tensor = function(x, weight, eps, None)[0]
     return out
@@ -235,7 +237,7 @@ def add_rms_norm(
 def gated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor) -> torch.Tensor:
     """Computes rms_norm(x) * silu(gate), as linear attention has it behind the gated delta rule.
 
-    The norm is rounded to x's type, and so is the product, which is float32.
+    The norm is rounded to x's type. The product is computed in float32, and then rounded to x's type.
 
     Args:
         x: [num_tokens, num_heads, size]; each head is normalised.
@@ -305,7 +307,7 @@ def top_logprobs(
 
     Args:
         logits: float32 [n, vocab_size]; not changed.
-        token_ids: int64 [n], the given tokens; a negative one stands for any token.
+        token_ids: int64 [n], the given tokens. In place of a negative one, an arbitrary token is used.
         count: number of most likely tokens to return; if there are fewer tokens, all.
 
     Returns:
@@ -333,7 +335,7 @@ def forbid_others(logits: torch.Tensor, allowed: torch.Tensor) -> None:
 
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """Samples a token per row. It applies penalties, biases, bans, temperature, top-k, top-p, min-p and
-    typical-p, in this order, and then draws by the inverse of the distribution.
+    typical-p, in this order, and then draws by the inverse of the cumulative distribution.
 
     The draw takes the first token, by id, whose cumulative probability exceeds a random number. That number
     is a pure function of the row's seed and position, so no row depends on another.
@@ -361,10 +363,11 @@ def packed_bytes(
     dtype: torch.dtype | None = None,
 ) -> int:
     """Returns the bytes that `pack_linear` will keep of a weight on this type of device, without the padding
-    of its last tile. Arguments are those of `pack_linear`.
+    of its last tile. It supposes that GPUs have the CUDA kernels. Other arguments are those of `pack_linear`.
 
     Args:
         weight: see `pack_linear`. It may be on torch's "meta" device, because its values do not matter.
+        device_type: "cpu" or "cuda".
     """
     num_rows, num_columns = weight.shape
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
@@ -402,10 +405,11 @@ def pack_linear(
             computes the gate. None: the layer is not gated.
         quantization: quantisation of a weight that is a tensor, see `weights.quantize_weight`; None: none.
             "int8" and "int4" quantise weights. "w8a8" is "int8" with rows of x quantised at run time
-            (`weights.quantize_rows`). "w4a8" packs `weights.group_weight`. "fp8" quantises weights and, on
-            GPUs with fp8 products, rows of x at run time with a scale each; float32 results are then rounded
-            to 16 bits in between. "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and
-            "w8a8", in_features must be a multiple of their group.
+            (`weights.quantize_rows`), but CUDA kernels do not quantise x. "w4a8" packs
+            `weights.group_weight`. "fp8" quantises weights and, on GPUs with fp8 products, rows of 16-bit x
+            at run time with a scale each; float32 results are then rounded to 16 bits in between.
+            "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and "w8a8", in_features must
+            be a multiple of their group.
         dtype: type of x, needed if the weight is not a tensor; otherwise x has the weight's type.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):

@@ -11,11 +11,11 @@ SCALE_DTYPE = torch.bfloat16
 The short mantissa costs no precision, because numbers are divided by the rounded scale."""
 
 KV_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""Codes in the GPU kernels of the quantised cache types; 0 means a plain cache."""
+"""Number by which the GPU kernels know each quantised cache type; 0 means a plain cache."""
 
 
 class QuantizedKV(NamedTuple):
-    """Views of a layer's part of a quantised cache. A value is data * scale."""
+    """Views of a layer's part of a quantised cache. A number of a key or value is data * scale."""
 
     data: torch.Tensor
     """int8 or float8_e4m3fn [num_blocks, 2, num_kv_heads, block_size, head_dim]"""

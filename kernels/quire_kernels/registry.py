@@ -1,8 +1,8 @@
 """Registry of the operators' implementations, chosen by device, dtype and shape.
 
 An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
-that supports the call and does not leave it to the next one, and logs the choice once. The caller may name an
-implementation. For other callers, the environment may name one for each operator
+that supports the call and does not leave it to others, and logs the choice once per kind of call. The caller
+may name an implementation. For other callers, the environment may name one for each operator
 (`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
 does not support the call. Another one is used only if the named one `leaves` the call.
 """
@@ -25,8 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class KernelError(ValueError):
-    """Choosing an operator's implementation failed: a name is unknown, QUIRE_KERNELS is malformed, or no
-    implementation supports the call."""
+    """Choosing an operator's implementation failed: a name is unknown, QUIRE_KERNELS is malformed, or the
+    named implementation does not support the call, or none does."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Implementation:
     devices: frozenset[str]
     """torch device types that it supports; empty: any."""
     dtypes: frozenset[torch.dtype]
-    """Types of the operands that it supports; empty: any floating type."""
+    """Types of the operands that it supports; empty: any."""
     priority: int
     """Priority: of the implementations that support a call and do not leave it, the one with the highest is
     chosen."""
@@ -47,23 +47,24 @@ class Implementation:
     """Called with the call's facts (head_dim, block_size, ...) by keyword. It returns why the call is not
     supported; None: it is. Without a predicate every call is supported."""
     leaves: frozenset[str] = frozenset()
-    """Names of facts. If one of them is true, this implementation leaves the call to the next one, even if it
-    was named."""
+    """Names of facts. If one of them is true, this implementation leaves the call to the best of the others,
+    even if it was named."""
     is_recordable: bool = True
     """Whether a CUDA graph that recorded it also computes other batches of the same shape. For that, it must
     read lengths on the device."""
 
     def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
-        """Whether it supports operands of this device, type and shape, and does not leave the call to the
-        next implementation."""
+        """Whether it supports operands of this device, type and shape, and does not leave the call to other
+        implementations."""
         return not self.leaves_call(facts) and self.why_not(device_type, dtype, facts) is None
 
     def leaves_call(self, facts: Mapping[str, Any]) -> bool:
-        """Whether it leaves a call with these facts to the next implementation."""
+        """Whether it leaves a call with these facts to other implementations."""
         return any(facts.get(name) for name in self.leaves)
 
     def why_not(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
-        """Returns why it does not support operands of this device, type and shape; None: it does."""
+        """Returns why it does not support operands of this device, type and shape; None: it does, though it
+        may leave the call."""
         if self.devices and device_type not in self.devices:
             return f"only on {', '.join(sorted(self.devices))}"
         if self.dtypes and dtype not in self.dtypes:
@@ -87,7 +88,8 @@ def implementation(
     leaves: tuple[str, ...] = (),
     is_recordable: bool = True,
 ) -> Callable[[F], F]:
-    """Decorator that registers a function as implementation `name` of `operator`."""
+    """Decorator that registers a function or class as implementation `name` of `operator`; see
+    `Implementation`."""
 
     def register(function: F) -> F:
         names = _implementations.setdefault(operator, {})
@@ -163,7 +165,7 @@ def select(
         facts: hashable facts of the call on which implementations may depend.
 
     Raises:
-        KernelError: no implementation supports the call, or the named one does not.
+        KernelError: no implementation supports the call, the named one does not, or a name is unknown.
     """
     key = (operator, device_type, dtype, wanted, *facts.values())
     picked = _picked.get(key)
@@ -206,7 +208,13 @@ def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: A
 
 
 def choices() -> dict[str, str]:
-    """Returns the implementations that the environment names, by operator; raises KernelError."""
+    """Returns the names of the implementations that the environment, or `forced`, chooses, by operator.
+
+    The environment is read once.
+
+    Raises:
+        KernelError: QUIRE_KERNELS is malformed, or names an unknown operator or implementation.
+    """
     global _forced
     if _forced is None:
         _forced = _from_environment(os.environ.get(ENVIRONMENT, ""))

@@ -68,7 +68,7 @@ class SamplingTensors:
     seeds: torch.Tensor
     """int64: key of the Philox generator; its bits are an unsigned number."""
     positions: torch.Tensor
-    """int64: number of tokens that the request has drawn so far, used as Philox's counter."""
+    """int64: number of the request's output tokens so far, used as Philox's counter."""
     typical_p: torch.Tensor | None = None
     """float32 in (0, 1]: keeps the smallest set of tokens whose probabilities sum up to at least this, in
     order of how close a token's surprise is to the entropy after the other filters; ties are kept. 1, or None

@@ -1,4 +1,4 @@
-"""Weights of linear layers: the interfaces of packed layers, and quantisation."""
+"""Weights of linear layers: interfaces of packed layers, layers made of others, and quantisation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of FP8."""
 INT4_GROUP = 32
-"""Input features that share a scale in int4."""
+"""Input features that share a scale in int4 and w4a8."""
 W8A8_GROUP = 64
 """Input features that share a scale in w8a8, in each row of activations."""
 _AT_ONCE = 2**18
@@ -84,8 +84,8 @@ class PackedLinear(Protocol):
 
     def ungated(self) -> PackedLinear:
         """Returns the layer of a gated W without its activation. Its output holds the gates, then the
-        features that they multiply. `ops.gate_mul` of its float32 output gives this layer's result, bit for
-        bit on a CPU."""
+        features that they multiply. `ops.gate_mul` of its float32 output, rounded to x's type, gives this
+        layer's result: bit for bit with the C++ kernels, elsewhere but for rounding."""
         ...
 
 
@@ -124,7 +124,7 @@ class JoinedLinear:
     """Joins layers without activation that have the same input. Their outputs follow each other.
 
     It is used for parts that cannot be one matrix, because their weights have different forms. See
-    PackedLinear.
+    PackedLinear; only a call is supported.
     """
 
     def __init__(self, parts: Sequence[PackedLinear]) -> None:
@@ -138,15 +138,15 @@ class JoinedLinear:
         return torch.cat([part(x, dtype) for part in self.parts], dim=-1)
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
+        """Raises AssertionError: output heads are not joined."""
         raise AssertionError("no output head is joined")
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
+        """Raises AssertionError: embeddings are not joined."""
         raise AssertionError("no embedding is joined")
 
     def ungated(self) -> PackedLinear:
-        """See PackedLinear."""
+        """Raises AssertionError: gated layers are not joined."""
         raise AssertionError("no gated layer is joined")
 
 
@@ -190,7 +190,7 @@ def quantize_weight(
 
     Args:
         weight: [out_features, in_features], floating point. For int4, in_features is a multiple of
-            INT4_GROUP. QuantizedRows are returned as they are.
+            INT4_GROUP. The codes and scales of QuantizedRows are returned as they are.
         quantization: "int8", "w8a8", "fp8" or "fp8_weights", with a scale per output feature; or "int4", with
             a scale per INT4_GROUP inputs of an output feature.
 
@@ -246,8 +246,8 @@ def group_weight(weight: torch.Tensor) -> GroupedWeight:
         weight: [out_features, in_features], floating point; in_features is a multiple of INT4_GROUP.
 
     Returns:
-        The matrix with codes as in int4, and bfloat16 scales. In float16, scales of tiny weights would become
-        zero.
+        The matrix with bfloat16 scales, and codes that are chosen as in int4, plus 8. In float16, scales of
+        tiny weights would become zero.
     """
     parts = [_four_bits(rows.float(), torch.bfloat16) for rows in _in_parts(weight)]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -1,7 +1,7 @@
-"""C++ kernels for CPUs: one library per instruction set, compiled on first use.
+"""C++ kernels for CPUs: one library per instruction set, prebuilt in a wheel or compiled on first use.
 
-Importing this registers an implementation for each instruction set of the processor. Nothing is compiled
-before one is chosen.
+Importing this registers implementations for each instruction set of the processor. A library is loaded, or
+compiled, when the registry first considers one of them for a call.
 """
 
 from quire_kernels.cpu import operators

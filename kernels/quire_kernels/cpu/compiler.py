@@ -1,9 +1,9 @@
 """Provides the C++ kernels for this machine: those of a wheel, or else compiled once and kept.
 
 A wheel's libraries are in `prebuilt/`, named by a digest of their sources and flags; if these have changed
-since, the library is compiled. No compiler is required: without a prebuilt library and a compiler, or on a
-processor with none of the instruction sets, `load` raises BuildError and the operators' PyTorch reference is
-used. setup.py runs this module alone: it imports neither torch nor numpy.
+since, the library is compiled. No compiler is required. Without a prebuilt library and a compiler, `load`
+raises BuildError; on a processor with none of the instruction sets, `supported_isas` is empty. In both cases
+the operators' PyTorch reference is used. setup.py runs this module alone: it imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ all sets after it, and the flags of g++."""
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be built or loaded here. The message says why."""
+    """The kernels cannot be built here, or this processor lacks the instruction set that QUIRE_CPU_ISA names.
+    The message says why."""
 
 
 @functools.cache
@@ -75,18 +76,19 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def library_name(isa: str) -> str:
-    """Returns the file name of the library that `load` returned. It identifies the library's sources and
-    flags, and the compiler unless it is prebuilt."""
+    """Returns the file name of the library that `load` returned for an instruction set. It identifies the
+    library's sources and flags, and the compiler unless it is prebuilt. Raises KeyError before `load`."""
     return _names[isa]
 
 
 def load(isa: str) -> ctypes.CDLL:
     """Returns the library for an instruction set: prebuilt, kept from an earlier start, or compiled.
 
-    If it cannot be kept, or the kept one cannot be loaded, it is compiled for this process only.
+    A compiled library that cannot be kept serves this process only. A kept one that cannot be loaded is
+    compiled again.
 
     Raises:
-        BuildError: there is no compiler, or it failed.
+        BuildError: it must be compiled, and there is no compiler, or the compiler failed.
         OSError: the newly compiled library cannot be loaded.
     """
     path = PREBUILT / _file_name(isa, None)
@@ -139,7 +141,8 @@ _names: dict[str, str] = {}
 
 
 def _load_kept(path: Path) -> ctypes.CDLL | None:
-    """Loads a kept library; None: there is none, or it is damaged or of another system, which is logged."""
+    """Loads a kept or prebuilt library. None: there is none, or it is damaged or of another system; both of
+    the latter are logged."""
     if kept(path) is None:
         return None
     try:
@@ -183,7 +186,8 @@ def _flags(isa: str) -> tuple[str, ...]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
-    """Compiles a library into a folder of this process, because the cache may be full. Returns its path."""
+    """Compiles a library into a folder of this process, because the cache may be full. Returns its path.
+    Raises BuildError if the compiler fails."""
     begin = time.monotonic()
     made = private_directory() / name
     command = [compiler, *flags, str(SOURCES / "quire.cpp"), "-o", str(made)]

@@ -56,8 +56,8 @@ class ExpertsWeights:
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayerWeights:
     """Weights of one layer: attention and a feed-forward part, each between RMSNorms, with residual
-    additions. All norm weights have the same type: float32, or the layer's type (see `RMSNorm`). A norm of
-    None does not exist."""
+    additions. All norm weights have the same type: float32, or the layer's type. A float32 weight multiplies
+    before the normalised x is rounded. A norm of None does not exist."""
 
     attention_norm: torch.Tensor | None
     qkv: PackedLinear
@@ -88,7 +88,7 @@ class DecoderLayerWeights:
 
 
 class PartAdapters(Protocol):
-    """Adapters of one part of a layer; see `ops.add_lora`."""
+    """Adapters of one part of a linear layer, such as the keys of `qkv`; see `ops.add_lora`."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -109,8 +109,9 @@ class LayerAdapters(NamedTuple):
 def can_fuse(
     layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int, attention: str | None
 ) -> bool:
-    """Whether NativeDecoder can compute these layers: the registry must choose native implementations for
-    every operator. `attention`: name of the wanted attention implementation; None: the best."""
+    """Whether NativeDecoder can compute these layers: they must be packed for one instruction set, and the
+    registry must choose its implementations for the other operators. `attention`: name of the wanted
+    attention implementation; None: the best."""
     linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
@@ -148,9 +149,11 @@ class NativeDecoder:
         eps: epsilon of every norm.
         num_heads: number of query heads.
         head_dim: size of a head.
-        rotary_dim: leading dimensions of a head that are rotated.
-        embedding: table in which token ids are looked up; None: the caller looks them up.
-        head: output head with which best tokens are chosen; None: the caller chooses them.
+        rotary_dim: number of leading dimensions of a head that are rotated.
+        embedding: table in which token ids are looked up; None: the caller looks them up. A table of other
+            kernels or of another type counts as None; see `looks_up`.
+        head: output head with which best tokens are chosen; None: the caller chooses them. A head of other
+            kernels or of another type counts as None; see `chooses`.
     """
 
     def __init__(
@@ -234,8 +237,8 @@ class NativeDecoder:
             kv_layers: view of each layer's cache. The caller must pass the same list for the same cache,
                 because structures made from it are kept.
             metas: metadata of each KV group.
-            rows: int64 [num_rows], ascending: tokens whose result is returned. If empty, only keys and values
-                are computed.
+            rows: int64 [num_rows], ascending: tokens whose result is returned. If empty, the call ends when
+                the last layer's keys and values are stored.
             other_rotations: rotations of the layers with another rotary embedding; None: there are none.
             query_factors: float32 [num_tokens]: factors of the queries; None: no layer scales queries.
             adapters: int32 [num_tokens], contiguous: slot of each token's adapter, -1 for no adapter; None:
@@ -281,7 +284,7 @@ class NativeDecoder:
 
 
 def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
-    """Returns an array of the structures `name`."""
+    """Returns a ctypes array of `structs`, which are structures `name`."""
     made = list(structs)
     array: Array[Any] = (declarations().structure(name) * len(made))(*made)
     return array

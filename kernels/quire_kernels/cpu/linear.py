@@ -16,10 +16,10 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.weights import W8A8_GROUP, QuantizedRows, quantize_weight
 
 BLOCK_COLUMNS = 32
-"""Columns in a block; the same as in gemm.h."""
+"""Output features in a block of packed weights; `block_columns` of gemm.h."""
 INPUTS_MULTIPLE = 32
-"""in_features of every weight must be a multiple of this (w8a8: of W8A8_GROUP). Half of a gated weight's
-rows must be a multiple of half of this."""
+"""in_features of every weight must be a multiple of this (w8a8: of W8A8_GROUP). A gated weight's number of
+rows must be a multiple of BLOCK_COLUMNS."""
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _RESTORED = (*_FORMATS.values(), Format.GROUPED)
 _QUANTISED = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}
@@ -46,7 +46,8 @@ def why_not_pack(
     quantization: str | None = None,
     **_: object,
 ) -> str | None:
-    """Returns why the kernels do not support a matrix of this shape; None: they do."""
+    """Returns why the kernels do not support a matrix W of this shape, with this quantisation; None: they do.
+    `out_features` are W's rows."""
     if quantization is not None and quantization not in _QUANTISED:
         return f"no kernels for {quantization}"
     multiple = W8A8_GROUP if quantization == "w8a8" else INPUTS_MULTIPLE
@@ -62,8 +63,8 @@ class NativeLinear:
     with weights, scales and bias.
 
     Args:
-        shape: [columns, in_features] of W.
-        num_scales: number of scales of each column.
+        shape: shape of W, [rows, in_features]. A row of W is a column of the packed weights.
+        num_scales: number of scales of each row of W.
         groups: the structure Groups of grouped weights.
     """
 
@@ -183,8 +184,8 @@ class NativeLinear:
 
 
 class _UngatedLinear(NativeLinear):
-    """A gated layer without its activation. The packed columns alternate between gate and up (`packed_row` in
-    pack.h)."""
+    """A gated layer without its activation. In the packed columns, 16 gates and 16 ups take turns
+    (`packed_row` in pack.h)."""
 
     def __init__(self, gated: NativeLinear) -> None:
         vars(self).update(vars(gated))

@@ -59,7 +59,7 @@ class Activation(IntEnum):
 
 @functools.cache
 def declarations() -> Declarations:
-    """Returns the structures and functions declared in src/."""
+    """Returns the structures and functions of src/ that Python uses."""
     names = (
         "layout.h",
         "elementwise.h",
@@ -88,8 +88,8 @@ def load_seconds() -> float:
 
 @functools.cache
 def library(isa: str) -> ctypes.CDLL | None:
-    """Returns the kernels for an instruction set. The first call compiles them. None: they are not available,
-    which is logged."""
+    """Returns the kernels for an instruction set. The first call loads them, or compiles them if it must.
+    None: they are not available. The log says why, unless `supported_isas` lacks the instruction set."""
     begin = time.monotonic()
     try:
         if isa not in supported_isas():
@@ -112,7 +112,8 @@ def library(isa: str) -> ctypes.CDLL | None:
 
 
 def set_num_threads(count: int) -> None:
-    """Sets the number of threads that share each kernel's work, the calling thread included."""
+    """Sets the number of threads that share the work of each kernel, and of PyTorch's operators. The calling
+    thread is one of them."""
     torch.set_num_threads(count)
     for loaded in _loaded:
         loaded.quire_set_num_threads(count)

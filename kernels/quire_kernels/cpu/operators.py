@@ -435,7 +435,7 @@ def _why_not_scan_states(**facts: Any) -> str | None:
 
 def _why_not(isa: str, shapes: Callable[..., str | None], **facts: Any) -> str | None:
     """Returns why the kernels of an instruction set do not support the call's facts, by `shapes`, or cannot
-    be had here."""
+    be loaded here; None: they support them. The first call may compile the kernels."""
     reason = shapes(isa=isa, **facts)
     return reason or (None if library(isa) is not None else "its kernels cannot be compiled or loaded here")
 

@@ -1,10 +1,11 @@
-"""CUDA C++ kernels, compiled at first use: optional, above the Triton-language kernels and PyTorch.
+"""CUDA C++ kernels, compiled at first use. They are optional, and preferred over all other implementations.
 
 Where things are:
 - `src/*.cu`: the kernels. Each takes one structure by value and says in its header comment which macros it
   needs. `include/device.cuh` has every construct that only a GPU has; the other headers are plain C++ on it.
 - `compiler`: NVRTC, the cache on disk, the list of all variants, and the report of registers and spills.
 - `launch`: the driver. `kernels`: operators on any launcher, with the structures as the sources declare them.
+- `linear`: linear layers, by cuBLAS, by linear.cu or by torch's product of fp8 by fp8.
 - `operators`: registration, and the fallback if a kernel is not available. `copy`: blocks to and from hosts.
 - tests/kernels/cuda_emulator: the same sources on a CPU.
 

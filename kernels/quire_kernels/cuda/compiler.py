@@ -3,8 +3,8 @@
     python -m quire_kernels.cuda.compiler [--arch sm_90a] [--source linear]
 
 compiles every kernel, for four architectures if none is named, and prints a line of JSON with each kernel's
-resources. It needs no GPU and no CUDA toolkit, only the packages cuda-core and nvidia-cuda-nvrtc. Importing
-this module imports neither.
+resources. It needs no GPU and no CUDA toolkit, only the packages cuda-core and nvidia-cuda-nvrtc, and triton
+for its cuobjdump. Importing this module imports none of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STANDARD = "c++17"
 
 
 class CompileError(RuntimeError):
-    """A kernel cannot be compiled or loaded here. The message says why."""
+    """A kernel cannot be compiled, loaded or examined here. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Resources:
 
 
 def is_installed() -> bool:
-    """Whether NVRTC and its Python binding are installed. It looks for their files and imports nothing."""
+    """Whether NVRTC's Python binding, cuda.core, is installed. It looks for its folder and imports nothing.
+    NVRTC itself may be missing."""
     spec = importlib.util.find_spec("cuda")
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     return any((place / "core").is_dir() for place in places)
@@ -83,12 +84,14 @@ def attention_units() -> Iterator[Unit]:
 
 
 def attention_unit(query: str, head_dim: int, cache: int) -> Unit:
-    """Returns the unit of paged attention. `cache`: 0 for the query's type, 1 for int8, 2 for e4m3."""
+    """Returns the unit of paged attention. `query`: name of the query's type in numbers.cuh. `cache`: 0 for
+    the query's type, 1 for int8, 2 for e4m3."""
     return Unit("attention", (("QUERY", query), ("HEAD_DIM", str(head_dim)), ("CACHE", str(cache))))
 
 
 def linear_unit(number: str, codes: str) -> Unit:
-    """Returns the unit of products with quantised weights. `codes`: a name in numbers.cuh."""
+    """Returns the unit of products with quantised weights. `number`: type of x; `codes`: type of the codes.
+    Both are names in numbers.cuh."""
     return Unit("linear", (("TYPE", number), ("CODES", codes)))
 
 
@@ -137,7 +140,7 @@ def _compile(unit: Unit, arch: str) -> bytes:
 
 @functools.cache
 def _core() -> Any:
-    """Imports the binding, whose module name depends on its version."""
+    """Returns the binding, whose module name depends on its version; raises CompileError if there is none."""
     errors = []
     for name in ("cuda.core", "cuda.core.experimental"):
         try:
@@ -173,7 +176,7 @@ def _key(unit: Unit, arch: str) -> str:
 
 
 def tool(name: str) -> str | None:
-    """Returns the path of cuobjdump or nvdisasm, from the toolkit or Triton's wheel; None: there is none."""
+    """Returns the path of cuobjdump or nvdisasm, from PATH or Triton's wheel; None: there is none."""
     found = shutil.which(name)
     spec = None if found else importlib.util.find_spec("triton")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -187,7 +190,7 @@ def resources(code: bytes) -> dict[str, Resources]:
     """Returns the resources of a cubin's kernels, by name. It needs no GPU.
 
     Raises:
-        CompileError: there is no cuobjdump.
+        CompileError: there is no cuobjdump, or it failed.
     """
     text = _cuobjdump(code, "--dump-resource-usage")
     pattern = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -198,7 +201,7 @@ def resources(code: bytes) -> dict[str, Resources]:
 
 
 def disassembly(code: bytes) -> str:
-    """Returns the SASS of a cubin; raises CompileError if there is no cuobjdump."""
+    """Returns the SASS of a cubin; raises CompileError if there is no cuobjdump, or if it failed."""
     return _cuobjdump(code, "--dump-sass")
 
 
@@ -220,7 +223,8 @@ def _cuobjdump(code: bytes, option: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles every kernel and prints a line of JSON for each. Returns 1 if a kernel spills, else 0."""
+    """Compiles the kernels that the arguments name and prints a line of JSON for each. Returns 1 if a kernel
+    uses local memory (spills), else 0."""
     parser = argparse.ArgumentParser(description="compile the CUDA kernels and report what they need")
     parser.add_argument("--arch", action="append", help=f"may repeat; default: {', '.join(ARCHITECTURES)}")
     parser.add_argument("--source", help="compile this source only")

@@ -27,7 +27,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def attention_shared_bytes(head_dim: int, cache: int) -> int:
-    """Returns the bytes of dynamic shared memory that attention.cu needs. attention.cu defines the layout."""
+    """Returns the bytes of dynamic shared memory that a block of attention.cu needs. `cache`: see
+    `compiler.attention_unit`."""
     tile, element = 32 if head_dim > 128 else 64, 1 if cache else 2
     row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 192
     stages = 4 if cache else 3
@@ -38,8 +39,8 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Work of each block of an attention launch. It is planned on the device, and all layers of a step share
-    it."""
+    """Work of each block of an attention launch. It is planned on the device. Layers of a step with the same
+    window and shape share it."""
 
     items: torch.Tensor
     """int32 [num_items, 8]: `Item` structures of attention.cu."""
@@ -239,8 +240,8 @@ class Kernels:
 
         Returns:
             float8_e4m3fn [n, size], rounded to nearest even, and float32 [n, 1]. A value is about code *
-            scale. A row's scale is its largest magnitude / 448; for a row of zeros, it is the smallest normal
-            number. Rows with NaN or infinities get zeros and a NaN scale.
+            scale. A row's scale is its largest magnitude / 448, and at least the smallest normal number. Rows
+            with NaN or infinities get zeros and a NaN scale.
         """
         rows = aligned_rows(x)
         count, size = rows.shape

@@ -60,7 +60,8 @@ class Launcher:
             shared_bytes: bytes of dynamic shared memory per block.
 
         Raises:
-            CompileError: the kernel cannot be compiled or loaded.
+            CompileError: the kernel cannot be compiled, or there is no driver.
+            RuntimeError: the driver refuses it.
         """
         structure = _parameters(unit.source, kernel)
         assert len(values) == len(structure._fields_), (kernel, len(values))
@@ -132,7 +133,8 @@ def ensure_context(device: int) -> None:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """Returns NVRTC's name of the device's architecture, including features that only Hopper has."""
+    """Returns NVRTC's name of the device's architecture: "sm_80", or "sm_90a" on Hopper, where "a" stands for
+    features that only Hopper has."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 
@@ -157,7 +159,7 @@ def loaded(unit: Unit, kernel: str, device: int, shared_bytes: int = 0) -> ctype
     """Returns the driver's handle of a kernel. The first call compiles and loads it.
 
     Raises:
-        CompileError: it cannot be compiled.
+        CompileError: it cannot be compiled, or there is no driver.
         RuntimeError: the driver refuses it.
     """
     function = ctypes.c_void_p()

@@ -1,9 +1,9 @@
 """Linear layers on GPUs. Plain weights use cuBLAS through torch, followed by our gate kernel. Quantised
 weights use linear.cu.
 
-If torch can multiply fp8 by fp8, "fp8" uses that product and quantises the rows of x at run time. From some
-16 rows on this is faster than linear.cu, up to four times with many rows. Otherwise only the weights are
-quantised.
+If torch can multiply fp8 by fp8 here and x has 16 bits, "fp8" uses that product and quantises the rows of x
+at run time. From some 16 rows on this is faster than linear.cu, up to four times with many rows. Otherwise
+only the weights are quantised.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quire_kernels.weights import FP8, INT4_GROUP, PackedLinear, QuantizedRows, 
 logger = logging.getLogger("quire_kernels")
 
 MAX_ROWS = 64
-"""Most rows of x for which kernels read the codes directly. With more rows, weights are dequantised and
-cuBLAS multiplies."""
+"""Most rows of 16-bit x for which kernels read the codes directly. With more rows, or float32 x, weights are
+dequantised and cuBLAS multiplies."""
 CODES = {"int8": "INT8", "w8a8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
 """Name of the codes of each quantisation in numbers.cuh (`Codes`)."""
 FLOAT8_CAPABILITY = (9, 0)
@@ -111,7 +111,7 @@ class _CodedLinear(PackedLinear):
         self.nbytes = codes.nbytes + scales.nbytes
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
+        """Raises AssertionError: rows of quantised weights are not looked up."""
         raise AssertionError("no quantised rows are looked up")
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ class QuantizedLinear(_CodedLinear):
     """See `ops.pack_linear`: weights quantised as one of CODES, in linear.cu's layout. With "w8a8", x is not
     quantised.
 
-    Up to MAX_ROWS rows, a row's result does not depend on their number. Calls must follow one another on one
-    stream.
+    Up to MAX_ROWS rows of 16-bit x, a row's result does not depend on their number. With more rows, or with
+    float32 x, it may. Calls must follow one another on one stream.
     """
 
     def __init__(
@@ -362,8 +362,8 @@ def why_not_pack(
     quantization: str | None = None,
     **_: object,
 ) -> str | None:
-    """Returns why `pack` does not support a matrix of this shape; None: it does. Rows must consist of whole
-    vectors, and no tile may hold both gates and the rows that they multiply."""
+    """Returns why `pack` does not support a matrix W of this shape; None: it does. Quantised rows must
+    consist of whole vectors, and no tile may hold both gates and the rows that they multiply."""
     if quantization is not None:
         if quantization not in CODES:
             return f"no kernels for {quantization}"

@@ -1,8 +1,9 @@
 """Registers the CUDA kernels as implementation "cuda" of the operators.
 
-Implementations are preferred in the order CUDA C++, Triton language, PyTorch. If a kernel cannot be compiled
-or loaded, this is logged once and the next implementation is used. A kernel is compiled when an operator is
-first selected for a shape.
+Implementations are preferred in the order CUDA C++, FlashInfer (attention only), Triton language, PyTorch. If
+a kernel cannot be compiled or loaded, this is logged once and the next implementation is used. For that, a
+kernel is compiled for one type when its operator is first selected. For other types, it is compiled at its
+first launch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger("quire_kernels")
 
 NAME = "cuda"
 PRIORITY = 20
-"""Priority above the Triton-language kernels."""
+"""Priority above FlashInfer and the Triton-language kernels."""
 CAPABILITY = (8, 0)
 """Least compute capability with asynchronous copies and bfloat16 on tensor cores."""
 UNAVAILABLE = f"it needs NVRTC and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
@@ -35,7 +36,7 @@ _FLOATS = (*_HALVES, torch.float32)
 
 @functools.cache
 def is_available() -> bool:
-    """Whether NVRTC, its binding and a GPU of at least CAPABILITY are available."""
+    """Whether NVRTC's binding is installed and there is a GPU of at least CAPABILITY."""
     return is_installed() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
 
 
@@ -67,7 +68,7 @@ def register(
         probe: returns, from the call's facts, the (unit, kernel, bytes of dynamic shared memory) that must
             compile. One type stands for several, because facts do not include the operands' type.
         shapes: returns why the kernels do not support the call's facts, or None; None: they support all.
-        dtypes: types of the operands; empty: any floating type.
+        dtypes: types of the operands; empty: any.
         leaves: see `registry.Implementation`.
     """
 

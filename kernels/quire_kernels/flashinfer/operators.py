@@ -34,8 +34,8 @@ _UNPLANNED = "unplanned"
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Returns why FlashInfer cannot be used on this machine; None: it can. The first call imports
-    FlashInfer."""
+    """Returns why FlashInfer cannot be used on this machine; None: it can. The first call imports FlashInfer
+    if it is installed and there is a GPU for it."""
     if importlib.util.find_spec(MODULE) is None:
         return "flashinfer-python is not installed (pip install flashinfer-python==0.7.2.post1)"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:
@@ -53,8 +53,9 @@ def why_unavailable() -> str | None:
 def why_it_fails(
     head_dim: int, num_groups: int, block_size: int, dtype: torch.dtype, has_window: bool, has_softcap: bool
 ) -> str | None:
-    """Returns the error that FlashInfer has with attention of this shape here; None: it computes it. Compiles
-    its kernels. Logs a warning if it fails."""
+    """Returns the error that FlashInfer has with attention of this shape here; None: it computes it. The
+    first call tries a prompt of two tokens, for which FlashInfer compiles its prefill kernel. It logs a
+    warning if that fails."""
     shape = Shape(
         num_heads=num_groups,
         num_kv_heads=1,
@@ -86,7 +87,7 @@ def _why_not(
     **_: Any,
 ) -> str | None:
     """Returns why FlashInfer does not support this shape; None: it does. A quantised cache is not supported:
-    FlashInfer has one scale for all tokens, ours has one per token."""
+    FlashInfer has one scale for all tokens, ours has one per token and KV head."""
     if sinks:
         return NO_SINKS
     if head_dim not in HEAD_DIMS:
@@ -115,7 +116,8 @@ def paged_attention(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Computes `ops.paged_attention`, by the next implementation if FlashInfer fails to plan the batch."""
+    """Computes `ops.paged_attention`. If FlashInfer fails to plan the batch, the best other implementation
+    does."""
     assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
     shape = Shape.from_tensors(query, kv_layer, scale, sliding_window, softcap)
     plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))

@@ -1,9 +1,9 @@
 """FlashInfer's wrappers over our paged cache: how a batch is described to them, and which plan owns a
 wrapper.
 
-A batch is described once per step and KV group (`plan_batch`) and computed once per layer (`Plan.run`). A
-layer of the cache is passed without a copy: FlashInfer's layout "HND", [num_pages, 2, num_kv_heads,
-page_size, head_dim], allows any stride between pages, if keys and values have the same one.
+A batch is described once per step, KV group and `Shape` (`plan_batch`), and computed once per layer
+(`Plan.run`). A layer of the cache is passed without a copy: FlashInfer's layout "HND", [num_pages, 2,
+num_kv_heads, page_size, head_dim], allows any stride between pages, if keys and values have the same one.
 
 Memory that no live token wrote must not affect results. After a sequence's end, FlashInfer uses zeros for
 values and masks scores by selection. Blocks before a sequence's window might only get weights of zero, and 0
@@ -208,8 +208,8 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
 
 
 def _pop_free(pool: deque[_Slot]) -> _Slot | None:
-    """Removes and returns the wrapper whose plan the device finished first; None: the device still needs all
-    of them.
+    """Removes and returns a wrapper that can be planned again; None: there is none, or the device still needs
+    their plans.
 
     The host must not wait for the device when it launches a step ahead, so the caller makes a new wrapper
     then.

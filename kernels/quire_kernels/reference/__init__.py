@@ -1,4 +1,5 @@
-"""PyTorch implementations of every operator, for any device. They define each operator's meaning."""
+"""PyTorch implementations of the operators, for any device. They define each operator's meaning. That of
+`norm_rope_write` is in `ops`."""
 
 from quire_kernels.reference import (
     attention,

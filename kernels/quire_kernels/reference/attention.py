@@ -3,7 +3,8 @@
 Rows with one new token are grouped by context length. A group's blocks are gathered into one padded tensor
 and computed with two batched products. Longer queries, and contexts too long to gather at once, use an online
 softmax over tiles of keys, so scratch memory grows with the tile and not with the square of the context.
-Tiles begin at fixed positions, which do not depend on how a prompt is cut into chunks.
+Tiles of keys begin at multiples of their size, however a prompt is cut into chunks. Only the first tile of a
+sliding window begins at the window's first block.
 
 Quantised keys and values are gathered in eight bits. There is one scale per position and head. It is applied
 to the scores and the softmax's weights, because the data are head_dim times larger.
@@ -26,14 +27,15 @@ from quire_kernels.registry import implementation
 _Ints = npt.NDArray[np.int64]
 
 GATHER_BYTES = 64 * 2**20
-"""Most bytes of keys and values that are gathered at once. A longer context is computed tile by tile."""
+"""Most bytes of keys and values, counted as float32, that are gathered at once. A longer context is computed
+tile by tile."""
 CPU_GROUP_BYTES = 4 * 2**20
-"""Most bytes that a group of several decode rows gathers on the CPU. The copy then stays in the CPU cache,
-and in memory that the allocator keeps (mapping new pages costs more than the copy)."""
+"""Most bytes, counted as float32, that a group of several decode rows gathers on the CPU. The copy then stays
+in the CPU cache, and in memory that the allocator keeps (mapping new pages costs more than the copy)."""
 QUERY_TILE = 512
-"""Query rows of one sequence that are computed together."""
+"""Most query rows of one sequence that are computed together."""
 KEY_TILE = 512
-"""Positions in a tile of keys, rounded down to whole blocks."""
+"""Positions in a tile of keys, rounded down to whole blocks, but at least one block."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class _DecodeGroup:
     """float32 [n, 1, 1, num_blocks * block_size]: -inf at positions that are not seen, else 0; None: all are
     seen."""
     unwritten: tuple[Any, ...] | None
-    """Index into [n, num_kv_heads, num_blocks * block_size, any] of the gathered slots after a sequence's
-    end; None: there are none."""
+    """Index into [n, num_kv_heads, num_blocks * block_size, any] of gathered slots that the row's sequence
+    has not written; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class _QueryTile:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a batch is computed, whichever blocks its tokens are in. KV groups with the same window share a
-    plan."""
+    """How a batch is computed, whichever blocks its tokens are in. KV groups with the same window and block
+    shape share a plan."""
 
     decode: list[_DecodeGroup]
     places: torch.Tensor
@@ -155,7 +157,7 @@ class _Context(NamedTuple):
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the values, [..., num_kv_heads, n, head_dim]. `weights` have the
-        scores' shape and are overwritten."""
+        scores' shape and may be overwritten."""
         if self.value_scale is not None:
             weights *= self.value_scale
         return weights @ self.value
@@ -187,7 +189,8 @@ def gather_context(kv_layer: KVLayer, blocks: torch.Tensor) -> _Context:
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies the two halves of blocks into [..., num_kv_heads, num_blocks * block_size, *inner] each.
+    """Copies the two halves of blocks into [..., num_kv_heads, num_blocks * block_size, *inner] each. If
+    values are the keys, it returns one copy twice.
 
     Args:
         cache: [num_blocks, 2, num_kv_heads, block_size, *inner] (a layer's keys and values, or their scales);
@@ -224,7 +227,7 @@ def _to_float(data: torch.Tensor) -> torch.Tensor:
 
     The bits of an e4m3 number are moved to float16's places: 4 bits of exponent to the lower ones of 5, 3 of
     mantissa to the upper ones of 10. That is a float16 number whose exponent is 8 less, also if subnormal.
-    The one NaN becomes 480 / 256. On the CPU this is 4 times as fast as PyTorch's own conversion.
+    NaN becomes 480 / 256, with its sign. On the CPU this is 4 times as fast as PyTorch's own conversion.
     """
     if data.dtype == torch.int8:
         return data.float()
@@ -271,8 +274,8 @@ def _tiled(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention of a tile of one sequence's queries, one key tile after the other. Arguments and
-    result are those of `_decode`, but `blocks` is [max_blocks]: the sequence's row of the block table."""
+    """Computes attention of a query tile of one sequence, one key tile after the other. Other arguments and
+    the result are those of `_decode`, but `blocks` is [max_blocks]: the sequence's row of the block table."""
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)
@@ -424,8 +427,8 @@ def _mask(columns: _Ints, seen_from: _Ints, seen_to: _Ints, device: torch.device
 def _unwritten(
     seen_to: _Ints, num_blocks: _Ints, width: int, block_size: int, device: torch.device
 ) -> tuple[Any, ...] | None:
-    """Returns `_DecodeGroup.unwritten`. Rows have `num_blocks` blocks, padded to `width`, and are written up
-    to column `seen_to`."""
+    """Returns `_DecodeGroup.unwritten`. Rows have `num_blocks` blocks, padded to `width`. Columns of a row
+    before `seen_to` are written."""
     if seen_to.min() == seen_to.max():
         end = int(seen_to[0])
         return (..., slice(end, None), slice(None)) if end < width * block_size else None

@@ -23,14 +23,14 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_map
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric quantisation with one scale per vector: x is about data * scales[..., None].
+    """Quantises symmetrically with one scale per vector: x is about data * scales[..., None].
 
     Args:
         x: [..., size], of any floating type.
         dtype: int8 or float8_e4m3fn.
 
     Returns:
-        (`dtype` [..., size], SCALE_DTYPE [...]).
+        (data, `dtype` [..., size]; scales, SCALE_DTYPE [...]).
     """
     x = x.float()
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
@@ -43,8 +43,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def _scatter(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes new [num_tokens, 2, num_kv_heads, ...] into cache [num_blocks, 2, num_kv_heads, block_size,
-    ...]."""
+    """Writes new [num_tokens, 2, num_kv_heads, ...] into the slots of cache [num_blocks, 2, num_kv_heads,
+    block_size, ...]. If values are the keys, only keys are written."""
     if cache.stride(1) == 0:  # values are keys
         new, cache = new[:, :1], cache[:, :1]
     block_size = cache.shape[3]

@@ -48,7 +48,7 @@ def gated_delta_rule(
     states: torch.Tensor,
     meta: AttentionMetadata,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_rule`. Each iteration computes one token of every sequence."""
+    """See `ops.gated_delta_rule`. An iteration computes one token of each sequence that has one left."""
     (_, num_heads, _), key_dim = value.shape, key.shape[2]
     query, key = (
         (x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(

@@ -1,4 +1,4 @@
-"""Products of each head, for any device and floating type."""
+"""A matrix product for each head, for any device and floating type."""
 
 from __future__ import annotations
 

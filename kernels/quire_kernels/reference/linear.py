@@ -24,8 +24,8 @@ from quire_kernels.weights import (
 
 @implementation("linear", "reference")
 class TorchLinear:
-    """See `ops.pack_linear`. Quantised weights are rounded like real ones, but kept in the input's type, so
-    they save no memory."""
+    """See `ops.pack_linear`. Quantised weights are kept dequantised, in the input's type, so they save no
+    memory. "w8a8" keeps its codes as float32 besides."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TorchLinear:
         quantization: str | None,
     ) -> None:
         self.codes: torch.Tensor | None = None
-        """float32 [groups, W8A8_GROUP, out_features]: codes of w8a8; None: another quantisation."""
+        """float32 [groups, W8A8_GROUP, rows of W]: codes of w8a8; None: another quantisation, or none."""
         if quantization == "w8a8":
             codes, self.scales = quantize_weight(weight, quantization)
             self.codes = codes.float().unflatten(1, (-1, W8A8_GROUP)).permute(1, 2, 0).contiguous()

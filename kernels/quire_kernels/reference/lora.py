@@ -9,7 +9,7 @@ from quire_kernels.registry import implementation
 
 @implementation("add_lora", "reference")
 def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> None:
-    """See `ops.add_lora`: all rows with each adapter in turn, so that no device waits for the host."""
+    """See `ops.add_lora`. It computes all rows for each slot in turn, so the host need not read `slots`."""
     wide = x.float()
     for slot in range(a.shape[0]):
         added = y.float() + wide @ a[slot].float().T @ b[slot].float().T

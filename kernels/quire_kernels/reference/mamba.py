@@ -22,7 +22,7 @@ def mamba2(
     states: torch.Tensor,
     meta: AttentionMetadata,
 ) -> torch.Tensor:
-    """See `ops.mamba2`. Each iteration computes one token of every sequence."""
+    """See `ops.mamba2`. An iteration computes one token of each sequence that has one left."""
     num_heads, num_groups = x.shape[1], b.shape[1]
     keys, queries = (one.float().repeat_interleave(num_heads // num_groups, 1) for one in (b, c))
     least, most = space.step_limit

@@ -1,8 +1,8 @@
-"""Sampling in PyTorch, for all rows of a batch at once. Used on CPUs for typical-p, or without C++ kernels.
+"""Sampling in PyTorch, for all rows of a batch at once. Used for typical-p, or without C++ or CUDA kernels.
 
-Each filter computes only the rows that use it. The host must know these rows, so with a GPU it waits for the
-device. The CDF is evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so no
-float32 sum runs over the whole vocabulary.
+Top-k, top-p and typical-p compute only the rows that use them. The host must know these rows, so with a GPU
+it waits for the device. The draw's cumulative sums have two levels: over chunks, then within the chosen
+chunk. Both are float64; only the sum of each chunk is float32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 MIN_TEMPERATURE = 1e-6
 _CANDIDATES = 1024
-"""Number of largest logits that are sorted. If they do not suffice for a row, its whole vocabulary is
-examined."""
+"""Number of a row's best tokens that a filter sorts. If they do not suffice for a row, its whole vocabulary
+is examined."""
 _CHUNK = 256
 _Words = npt.NDArray[np.uint64]
 _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array(
     [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
 )
-"""Amounts that Philox adds to the two words of the key by each round: uint64 [10, 2, 1]."""
+"""Sums that Philox has added to the two words of the key before each round: uint64 [10, 2, 1]."""
 
 
 def philox_uniform(seeds: _Words, positions: _Words) -> npt.NDArray[np.float64]:
@@ -53,7 +53,8 @@ def philox4x32(
     counters: _Words,
     counters_high: _Words | None = None,
 ) -> list[_Words]:
-    """Computes ten rounds of Philox4x32. Returns four arrays [n] of 32-bit words, held in uint64."""
+    """Computes ten rounds of Philox4x32 for 64-bit keys [n] and 128-bit counters, given as halves [n] (no
+    high half: 0). Returns four arrays [n] of 32-bit words, held in uint64."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     counter = np.array([counters, np.zeros_like(counters) if counters_high is None else counters_high])
     even, odd = counter & low, counter >> half
@@ -81,7 +82,7 @@ def _penalise(
         at: places of the penalised logits, all different.
         output_counts: float32 [m]; see `LogitEdits`.
         factors: float32 [3, n]; see `LogitEdits`.
-        newest: int64 [n]: each row's newest token; None: no row has one.
+        newest: int64 [n]; see `LogitEdits`.
     """
     rows, token_ids = at
     if newest is not None:
@@ -328,7 +329,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Copies the tensor's numbers to the host."""
+    """Returns the tensor as an array on the host: a copy of a GPU's tensor, a view of another."""
     return tensor.cpu().numpy()
 
 

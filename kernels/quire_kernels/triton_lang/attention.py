@@ -1,6 +1,6 @@
 """Paged attention in Triton: one kernel for sequences with one new token, one for longer queries.
 
-Decode. The query heads that share a KV head are the rows of one tile, padded to 16 for the tensor cores. A
+Decode. The query heads that share a KV head are the rows of one tile, at least 16 for the tensor cores. A
 context is cut into parts. Their number and borders depend on its own length only, so a result does not depend
 on the other sequences in the batch. A work item is a (sequence, part, KV head). A fixed number of programs
 divides the list of items, each taking an equal share of the summed weights. The sequence with which each
@@ -37,7 +37,8 @@ from quire_kernels.triton_lang.kv_memory import kind_of, kv_memory
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 
 MIN_SPLIT_TILES = 2
-"""Least number of key tiles in a part of a context. Merging shorter parts would cost more than it saves."""
+"""Least number of key tiles in a part of a context, except the last part. Merging shorter parts would cost
+more than it saves."""
 MOST_SPLITS = 64
 """Most parts of one context. It bounds the scratch memory, float32 [num_seqs, splits, num_heads,
 head_dim]."""
@@ -83,8 +84,8 @@ def _parts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _values(data, KIND: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Converts loaded keys or values to `dtype`, the type in which they are multiplied. The caller applies
-    the scales of quantised values."""
+    """Converts loaded keys or values to `dtype`, the type in which they are multiplied. Bits of e4m3 become
+    1/256 of their values. The caller applies that factor and the scales."""
     if KIND == 2:
         return from_e4m3_bits(data, dtype)
     elif data.dtype == dtype:
@@ -162,7 +163,7 @@ def _walk(  # type: ignore[no-untyped-def]
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if KIND:
             scale_places = scales + blocks.to(tl.int64) * scale_block_stride + positions % BLOCK_SIZE
-            # Half of what the bits of e4m3 mean is in the scale; see `from_e4m3_bits`.
+            # The factor 256 that `from_e4m3_bits` leaves out.
             unit: tl.constexpr = 256.0 if KIND == 2 else 1.0
             if MASKED:
                 key_scale = tl.load(scale_places, mask=written, other=0.0)
@@ -219,8 +220,8 @@ def _assign_kernel(  # type: ignore[no-untyped-def]
     """Sums up the sequences' work, and finds the sequence with which each decode program begins.
 
     Args:
-        work: int32 [num_seqs + 1], output: number of tiles in the work items of all earlier sequences. A
-            context's last part counts as a whole one.
+        work: int32 [num_seqs + 1], output: number of tiles in the work items of all earlier sequences.
+            Only sequences with one new token have any. A context's last part counts as a whole one.
         first: int32 [num_programs], output: index of each program's first sequence.
         steps: steps of the bisection, at least log2(num_seqs) + 1.
         PROGRAMS: num_programs, rounded up to a power of two.
@@ -466,8 +467,8 @@ def _ragged_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes attention of sequences with several new tokens. A program computes ROWS // GROUPS queries for
-    one KV head."""
+    """Computes attention of sequences with several new tokens. A program computes at most ROWS // GROUPS
+    queries of one sequence, for one KV head."""
     QUERIES: tl.constexpr = ROWS // GROUPS
     # The last tiles of a prompt see the most: they begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -764,7 +765,7 @@ def _launch_ragged(
 def _options(
     query: torch.Tensor, kv_layer: KVLayer, window: int, softcap: float | None, tiles: Tiles
 ) -> dict[str, Any]:
-    """Returns the constants and launch options that both kernels have."""
+    """Returns the constants and launch options that `_decode_kernel` and `_ragged_kernel` have."""
     data = data_of(kv_layer)
     num_kv_heads, block_size, head_dim = data.shape[2:]
     return {
@@ -818,8 +819,8 @@ def _assigned(
 
 
 def most_splits(num_programs: int, num_kv_heads: int) -> int:
-    """Returns the number of parts with which a single sequence occupies every program. It depends on the
-    model and the GPU, not on the batch."""
+    """Returns the number of parts with which a single sequence occupies every program, at most MOST_SPLITS.
+    It depends on the model and the GPU, not on the batch."""
     return min(triton.cdiv(num_programs, num_kv_heads), MOST_SPLITS)
 
 
@@ -867,7 +868,8 @@ def ragged_tiles(
 def ragged_candidates(
     width: int, groups: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int
 ) -> list[Tiles]:
-    """Returns other tiles that may be faster than `ragged_tiles` and fit the device."""
+    """Returns tiles that may be faster than those of `ragged_tiles`. Some may not fit the device: the tuner
+    passes over these."""
     if dtype == torch.float32 or width > 128:
         return []
     candidates = [Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 3), Tiles(256, 64, 8, 3)]

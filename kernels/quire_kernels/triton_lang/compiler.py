@@ -6,9 +6,9 @@ code.
 prints one JSON object per line.
 
 A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`. It lists its kernels with the
-types, constants and launch options of models with common shapes. Registers are read from the resource section
-of the cubin, spills and tensor-core instructions from its disassembly. TRITON_INTERPRET must not be set,
-because the interpreter does not compile.
+types, constants and launch options of models with common shapes. Registers and bytes of local memory are read
+from the resource section of the cubin. Spill and tensor-core instructions are counted in its disassembly.
+TRITON_INTERPRET must not be set, because the interpreter does not compile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 @dataclass(frozen=True)
 class CompileCase:
-    """A kernel with everything that determines its machine code."""
+    """A kernel with everything, except the architecture, that determines its machine code."""
 
     name: str
     kernel: Any
@@ -145,7 +145,7 @@ def _capability(arch: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line of JSON per kernel. Returns 1 if one has problems, else 0."""
+    """Prints a line of JSON per case and architecture. Returns 1 if one has problems, else 0."""
     parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compiler", description=__doc__)
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all of them")
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")

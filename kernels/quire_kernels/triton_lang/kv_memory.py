@@ -15,8 +15,8 @@ def kind_of(dtype: torch.dtype) -> int:
 
 
 def kv_memory(kv_layer: KVLayer) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Returns (keys and values, their scales, the strides that the kernels need). For a plain cache, the
-    scales are an arbitrary tensor."""
+    """Returns (keys and values, their scales, the strides that the kernels need). Float8 keys and values are
+    returned as their bits, in int8. For a plain cache, the scales are an arbitrary tensor."""
     data = data_of(kv_layer)
     assert data.stride(4) == 1, "the numbers of a head are neighbours"
     if not isinstance(kv_layer, QuantizedKV):

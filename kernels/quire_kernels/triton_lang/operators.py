@@ -17,7 +17,7 @@ from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
 
 PRIORITY = 10
-"""Priority above the PyTorch reference and below CUDA C++."""
+"""Priority above the PyTorch reference, and below FlashInfer and CUDA C++."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 UNAVAILABLE = "it needs the package triton and a GPU of compute capability 8.0"
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
@@ -31,7 +31,7 @@ def is_interpreted() -> bool:
 @functools.cache
 def is_available() -> bool:
     """Whether `triton` is installed and the device has tensor cores for bfloat16. The interpreter needs no
-    such device."""
+    such device. Sets TRITON_CACHE_DIR, if it is not set, to our own folder."""
     if importlib.util.find_spec("triton") is None:
         return False
     # What it compiles is executed: under our rule for such folders, and also where there is no home.
@@ -49,7 +49,7 @@ def register(
 ) -> None:
     """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton".
 
-    With the interpreter, it is also registered for CPU tensors, with the lowest priority.
+    With the interpreter, it is also registered for CPU tensors, and has the lowest priority.
     """
 
     def why_not(**facts: Any) -> str | None:
@@ -78,7 +78,8 @@ def _why_not_attend(
     sinks: bool = False,
     **_: Any,
 ) -> str | None:
-    """Returns why the kernels do not support this shape. They support any window and softcap."""
+    """Returns why the kernels do not support this shape; None: they do. They support any window and any
+    softcap."""
     if sinks:
         return NO_SINKS
     if head_dim % 16 != 0 or head_dim > 256:

@@ -2,8 +2,8 @@
 
 Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter.
 Elsewhere, a shape that was never timed runs with its default. Results are kept under QUIRE_CACHE_DIR, in one
-small JSON file (`cache.keep`) per device, kernel, source and shape. So a second start times nothing, and
-processes that tune at the same time do not disturb each other.
+small JSON file (`cache.keep`) per device model, Triton version, kernel, source and shape. So a second start
+times nothing, and processes that tune at the same time do not disturb each other.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Tuner:
 
         Args:
             key: from `kernel_key`.
-            default: used if nothing is known and timing is not allowed.
+            default: used if nothing is known and timing is not allowed, or if no configuration can run.
             candidates: returns configurations worth timing; the default is timed too.
             run: launches the kernel once with a configuration. It may be called any number of times.
         """
