@@ -39,7 +39,7 @@ SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
 They supplement its default, which suits JSON strings: a bounded repetition of letters has a new state, and so
 a new mask, with each token."""
 MAX_TAG_DEPTH = 16
-"""Most nested formats in a structural tag."""
+"""Most levels of formats inside the outermost format of a structural tag."""
 _WHITESPACE = r"[ \n\t]{0,64}"
 """Whitespace between the tokens of JSON; without a bound a model may generate it for ever."""
 _HEADER = "%llguidance {}\n"
@@ -102,7 +102,7 @@ class Vocabulary:
         )
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
-        """Returns a matcher before the first token.
+        """Returns a new matcher, before the first token.
 
         Raises:
             InvalidArgumentError: names what is wrong in the grammar, or not supported.
@@ -142,6 +142,9 @@ def _outer(after: str, vocabulary: Vocabulary) -> str:
 
     A lazy lexeme ends as soon as it can, so no other lexeme may match the text. A token that extends past
     `after` is allowed if the grammar can begin with the rest.
+
+    Raises:
+        InvalidArgumentError: `after` contains a special token and other text.
     """
     token_id = vocabulary.special.get(after)
     if token_id is None and any(text in after for text in vocabulary.special):
