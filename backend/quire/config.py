@@ -40,7 +40,8 @@ MAX_INTERVAL_MS = 60_000
 """Largest `stream_interval_ms` that a request or a model may state, in milliseconds."""
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block where `block_size` is unset, unless layers keep states."""
+"""Tokens per block where `block_size` is unset, unless a state has more bytes than so many keys and
+values."""
 
 # Token positions and block ids are int32 in the kernels.
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -238,7 +239,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step and of the queue."""
+    """Limits of a step and of the queue, scheduling policies, drafts, watchdog and trace."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 64
     """Most sequences in one step; each choice of a request is a sequence."""
@@ -318,7 +319,7 @@ class AdapterConfig:
     lora_modules: dict[str, str] = field(default_factory=dict)
     """Adapters that are loaded at the start: name to directory."""
     lora_root: str = ""
-    """Directory below which an adapter must be that a cache command loads; empty: commands load none."""
+    """Directory that must contain every adapter that a cache command loads; empty: commands load none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,7 @@ class LLM:
         Raises:
             InvalidArgumentError: a prompt or parameter is wrong, so that none of the prompts was run.
             UnavailableError: the queue is full or a quota used up, so that none of the prompts was run.
+            InputError: a text cannot be tokenized, so that none of the prompts was run.
             EngineError: the engine failed, or a prompt is text and the checkpoint has no tokenizer.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -164,7 +165,7 @@ class LLM:
         *,
         use_activation: bool = True,
     ) -> npt.NDArray[np.float32]:
-        """Returns the scores of all prompts, computed together: [prompts, labels].
+        """Returns the scores of all prompts, computed together: float32 [prompts, labels].
 
         Args:
             prompts: texts or lists of token ids.
@@ -173,7 +174,7 @@ class LLM:
                 as for rewards.
 
         Raises:
-            InvalidArgumentError, UnavailableError, EngineError: as `generate`.
+            InvalidArgumentError, UnavailableError, InputError, EngineError: as `generate`.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         starts, size = [0] * len(batch), max(1, self.core.info.pooling.num_scores)
@@ -205,7 +206,7 @@ class LLM:
                 is); 0: all.
 
         Raises:
-            InvalidArgumentError, UnavailableError, EngineError: as `generate`.
+            InvalidArgumentError, UnavailableError, InputError, EngineError: as `generate`.
         """
         params = SamplingParams(dimensions=dimensions or self.core.info.hidden_size)
         outputs = self.generate(prompts, params)
@@ -257,6 +258,7 @@ class LLM:
 
         Raises:
             EngineError: the checkpoint has no tokenizer.
+            InputError: the tokenizer cannot encode the text, which may hold an unpaired surrogate.
         """
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")

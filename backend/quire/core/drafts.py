@@ -158,8 +158,8 @@ def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
 
 
 class StepCost:
-    """Estimates the seconds of a step without prefill as a line in its number of tokens, fitted to the latest
-    such steps."""
+    """Estimates the seconds of a step without prefill as a linear function of its number of tokens, fitted to
+    the latest such steps."""
 
     _FORGET = 0.98
     _TRUST = 0.1

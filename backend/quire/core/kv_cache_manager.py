@@ -20,9 +20,10 @@ class KVCacheManager:
     Token i of a request lies, for the layers of group g, in block `block_ids(request)[g][i // block_size]` at
     offset `i % block_size`. Requests with the same first tokens, images, cache salt and adapter share the
     blocks of that prefix. A full block is found by the hash of its content and of all that precedes it, and
-    is never written again. Tables are append-only while they exist, so the runner only needs the appended
-    block ids. A table has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence
-    are unused. In a group with a window, blocks wholly before the window are freed.
+    is never written again. A table only grows while it exists, and its older entries change only to
+    NULL_BLOCK, so the runner only needs the appended entries. A table has no more blocks than its tokens
+    need: at most `block_size - 1` slots of a sequence are unused. In a group with a window, blocks wholly
+    before the window are freed.
 
     In a group of states a request holds one block, the last of its table, with the state after its computed
     tokens. The table's other blocks are NULL_BLOCK. Rows write the state in place, and its block moves to the

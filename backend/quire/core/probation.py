@@ -81,7 +81,7 @@ class Probation:
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
-        """Updates `in_flight_suspects`. `requests`: those of all rows in flight."""
+        """Updates `in_flight_suspects`. `requests`: the requests of all rows in flight."""
         group_ids = {request.group_id for request in requests}
         at_risk = tuple(sorted(group_ids & self._suspects.keys()))
         suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS

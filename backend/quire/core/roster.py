@@ -97,7 +97,8 @@ class Roster:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Sum of the tokens that the running requests have still to compute, less one for each request."""
+        """Number of tokens that the running requests have still to compute, without the first of each
+        request."""
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 

@@ -464,12 +464,14 @@ class Scheduler:
         return outputs
 
     def fail(self, error: str) -> list[EngineCoreOutput]:
-        """Processes a failed step; called in place of update(). Ends every request with a row in it with
-        `error`.
+        """Processes a failed step; called in place of update(). All steps in flight fail with it, as each
+        depends on earlier ones. Ends every request with a row in one of them with `error`, and returns their
+        last outputs.
 
-        All steps in flight fail with it, as each depends on earlier ones. How much of them was computed or
-        carried out is unknown. So pending block copies are dropped, drops of rows and adapter loads are sent
-        to the runner again, and loads that the runner will never report are given up.
+        How much of the steps was computed or carried out is unknown. So pending block copies are dropped,
+        drops of rows and adapter loads are sent to the runner again, and loads that the runner will never
+        report are given up. If several steps were in flight, the prefix cache is emptied and all pins are
+        released.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()

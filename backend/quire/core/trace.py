@@ -26,7 +26,7 @@ _SCHEDULING: msgspec.Struct = SchedulingParams()
 _SCHEDULING_KEYS = dict(
     zip(SchedulingParams.__struct_fields__, SchedulingParams.__struct_encode_fields__, strict=True)
 )
-"""Keys of the fields in a record, by the names of their attributes."""
+"""Key of each field of SchedulingParams in a record, by the field's name as an attribute."""
 _SAMPLING: msgspec.Struct = SamplingParams()
 _SAMPLING_KEYS = {name: name for name in ("n", "best_of", "beam_width")}
 

@@ -66,8 +66,8 @@ class BlockTransfers:
 
     @property
     def lost_loads(self) -> list[int]:
-        """Returns the loads that the runner will never report after a failed step: they had not begun, or
-        their report was lost with the step."""
+        """Returns the ids of the loads that the runner will never report after a failed step: they had not
+        begun, or their report was lost with the step."""
         if self.tiers is None:
             return []
         planned = {load.load_id for load in self._loads}
