@@ -40,8 +40,8 @@ MAX_INTERVAL_MS = 60_000
 """Largest `stream_interval_ms` that a request or a model may state, in milliseconds."""
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block where `block_size` is unset, unless a state has more bytes than so many keys and
-values."""
+"""Tokens per block where `block_size` is unset, unless a layer's state is larger than the keys and values of
+so many tokens."""
 
 # Token positions and block ids are int32 in the kernels.
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
