@@ -1,5 +1,5 @@
-"""The command `quire`: one line here per subcommand. Each has a module of its own, imported only when it is
-run."""
+"""The command `quire`. Subcommands listed in `_COMMANDS` have modules of their own, each imported only when
+its subcommand is used; the small ones, `completion` and `backend install`, are here."""
 
 from __future__ import annotations
 

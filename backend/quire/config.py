@@ -40,7 +40,8 @@ MAX_INTERVAL_MS = 60_000
 """Largest `stream_interval_ms` that a request or a model may state, in milliseconds."""
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block where `block_size` is unset, unless layers keep states."""
+"""Tokens per block where `block_size` is unset, unless a layer's state is larger than the keys and values of
+so many tokens."""
 
 # Token positions and block ids are int32 in the kernels.
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -83,14 +84,15 @@ class ModelConfig:
     """auto: safetensors or gguf; bin: pickles, read with weights_only; dummy: random weights of the shapes in
     config.json, for measurements (the directory needs no other file)."""
     packed_weights_size: _Bytes = 8 * 1024**3
-    """Most bytes of packed weights, in the CPU kernels' form, that are kept below QUIRE_CACHE_DIR for the
-    next start. A model's packed weights are kept if packing took more than a second, and more than the rest
-    of loading. 0: none are."""
+    """Most bytes of packed weights, in the CPU kernels' form and of all models together, that are kept on
+    disk for later starts, below QUIRE_CACHE_DIR (else ~/.cache/quire). A model's packed weights are kept if
+    packing took more than a second, and longer than the rest of loading. 0: none are."""
     num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """CPU threads of the engine; with several ranks, of each rank. None: OMP_NUM_THREADS, else one for each
-    core that affinity and the control group's quota allow; several ranks share them."""
+    """Threads that compute steps on the CPU; with several ranks, those of each rank. None: OMP_NUM_THREADS,
+    else one for each core that affinity and the control group's quota allow; several ranks share them."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    """Seed of requests that state none. It is combined with a counter, so such requests differ."""
+    """Seed of requests that state none. It is combined with a counter, so such requests differ. 0: at each
+    start a random seed takes its place."""
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
     draft_model: str = ""
@@ -107,20 +109,21 @@ class ModelConfig:
     has the family, else transformers."""
     model_class: str = ""
     """Code that computes the model, a `quire.models.interface.Model`: "file.py:Class", in the model's version
-    directory, or "package.module:Class"; empty: `model_impl` decides. No other code is imported."""
+    directory, or "package.module:Class". Empty: for an architecture without code of ours, an entry point
+    that an installed package has for it, if there is one; else `model_impl` decides."""
     logits_processors: dict[str, str] = field(default_factory=dict)
     """Logits processors that requests may name: name to "file.py:Class", in the model's version directory, or
-    "package.module:Class". No other code is imported."""
+    "package.module:Class". Requests can name no others."""
     classifier_from_token: str = ""
     """Two tokens, no and yes, of a reranker that answers with one of them, such as "no,yes" of
-    Qwen3-Reranker. The score of a prompt is the probability that yes follows, of the two. Empty: scores, if
-    any, are the checkpoint's."""
+    Qwen3-Reranker. The score of a prompt is the probability that the next token is yes, given that it is one
+    of the two. Empty: scores, if any, are the checkpoint's."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of processes (ranks) that compute the model together, each a part of every layer. On GPUs each
     has a GPU, else a share of the cores. It must divide the numbers of query heads and of inner features. It
     must also divide the number of KV heads, or be a multiple of it."""
     enforce_eager: bool = False
-    """Records no CUDA graphs; on cuda only."""
+    """Whether steps run without CUDA graphs; on cuda only."""
 
     @property
     def draft_checkpoint(self) -> str:
@@ -185,8 +188,8 @@ class CacheConfig:
     """Whether requests that begin alike share blocks, also with those that have ended."""
     cpu_memory_utilization: _Share | None = None
     """Fraction of the memory free after loading, in the machine and in its control groups, for the pool on
-    cpu. It is never larger than `max_num_seqs` sequences of `max_model_len` need. Unset: 2 GiB, or one such
-    sequence where that is more, but at most a quarter of the free memory."""
+    cpu. The pool is never larger than `max_num_seqs` sequences of `max_model_len` need. Unset: 2 GiB, or one
+    such sequence where that is more, but at most a quarter of the free memory."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """Type of keys and values. auto: the computation's type, the only one for latent attention; int8, fp8
     (e4m3): with one scale per token and head."""
@@ -195,7 +198,7 @@ class CacheConfig:
     max_pinned_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Largest fraction of the pool for pinned prefixes and sessions; 0: nothing is pinned."""
     session_ttl_s: _Seconds = 300.0
-    """Seconds for which the blocks of a conversation are pinned after its last turn."""
+    """Seconds for which the blocks of a conversation stay pinned after its latest turn."""
     host_cache_memory: _Bytes = 0
     """Bytes of the host-memory tier, for copies of full blocks and for swapped requests; 0: none."""
     disk_cache_directory: str = ""
@@ -225,7 +228,7 @@ class TenantLimits:
     tokens_per_minute: Annotated[int, Meta(ge=1, le=2**62)] | None = None
     """Input and output tokens per minute. So many may be used at once; they are refilled continuously."""
     max_running: _Count | None = None
-    """Requests that may run at a time; further ones wait."""
+    """Requests that may run at a time; further ones wait. Each choice counts once it has forked."""
     max_waiting: _Count | None = None
     """Requests that may wait; further ones are answered UNAVAILABLE."""
 
@@ -236,7 +239,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step and of the queue."""
+    """Limits of a step and of the queue, scheduling policies, drafts, watchdog and trace."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 64
     """Most sequences in one step; each choice of a request is a sequence."""
@@ -245,7 +248,8 @@ class SchedulerConfig:
     max_waiting_requests: Annotated[int, Meta(ge=1, le=2**31)] = 1024
     """Requests that may wait; one more is answered UNAVAILABLE."""
     max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**62)] = 4_194_304
-    """Prompt tokens that may wait; a request that would exceed them is answered UNAVAILABLE."""
+    """Tokens that all waiting requests may have; a request that would exceed them is answered
+    UNAVAILABLE."""
     max_prefill_tokens_per_request: _Tokens | None = None
     """Largest chunk of one prompt in a step; None: the whole budget."""
     batch_policy: Literal["mixed", "prefill_first", "decode_first", "static"] = "mixed"
@@ -315,7 +319,7 @@ class AdapterConfig:
     lora_modules: dict[str, str] = field(default_factory=dict)
     """Adapters that are loaded at the start: name to directory."""
     lora_root: str = ""
-    """Directory below which an adapter must be that a cache command loads; empty: commands load none."""
+    """Directory that must contain every adapter that a cache command loads; empty: commands load none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +435,7 @@ def _flat(config: EngineConfig) -> dict[str, Any]:
 
 @functools.cache
 def _kinds(part: type) -> dict[str, Any]:
-    """Annotation of each field of a dataclass, by name."""
+    """Returns the annotation of each field of a dataclass, by name."""
     return get_type_hints(part, include_extras=True)
 
 
@@ -451,7 +455,7 @@ def problems_by_key(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def choices(key: str) -> tuple[Any, ...]:
-    """Values that a key may have whose annotation is a Literal."""
+    """Returns the values that a key with a Literal as its annotation may have."""
     return get_args(unless_none(_KINDS[key]))
 
 
@@ -481,7 +485,8 @@ def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]
 
 
 def _convert(name: str, kind: Any, value: Any) -> Any:
-    """Converts a value, or its text, to the type in the annotation `kind`; raises ConfigError."""
+    """Converts a value, or its text, to the type in the annotation `kind`; raises ConfigError. For an
+    optional type, None and empty text give None."""
     if unless_none(kind) is not kind and (value is None or value == ""):
         return None
     kind = unless_none(kind)

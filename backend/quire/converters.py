@@ -80,7 +80,7 @@ def one_of(*words: str) -> Callable[[str, Any], str]:
 
 
 def unless_none(kind: Any) -> Any:
-    """Returns the annotation of an optional value, without its None."""
+    """Returns the annotation of an optional value without its None, and any other annotation unchanged."""
     return get_args(kind)[0] if NoneType in get_args(kind) else kind
 
 

@@ -1,7 +1,7 @@
 """Errors that are reported to callers, each with its Triton status code.
 
-`QuireError.code` is the name of a member of `pb_utils.TritonError` (and of a gRPC status), so the adapter
-needs no table of its own. A bug of ours raises an `AssertionError`, never one of these.
+`QuireError.code` is the name of a member of `pb_utils.TritonError`, so the frontend in Triton needs no table
+of its own. A bug of ours raises an `AssertionError`, never one of these.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class UnavailableError(QuireError):
     """The engine cannot accept or finish the request now: queue full, quota used up, engine restarting.
 
     Args:
-        retry_after_s: seconds until a retry has a chance; None: not known. The message has it in tenths, at
-            least one.
+        retry_after_s: seconds until a retry has a chance, raised to 0.1 at least; None: not known. The
+            message states it to a tenth of a second.
     """
 
     code = "UNAVAILABLE"
@@ -82,7 +82,8 @@ class WorkerLostError(EngineError):
 
 
 class ConfigError(QuireError):
-    """Configuration keys are unknown, ill-typed or out of range. Raised at start; names each key.
+    """Configuration keys are unknown, ill-typed, out of range or contradict each other, or ask for more than
+    the machine, the model or an installed package can do. Raised at start; names the keys.
 
     Args:
         problems: one text for each error.

@@ -39,7 +39,7 @@ SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
 They supplement its default, which suits JSON strings: a bounded repetition of letters has a new state, and so
 a new mask, with each token."""
 MAX_TAG_DEPTH = 16
-"""Most nested formats in a structural tag."""
+"""Most levels of formats inside the outermost format of a structural tag."""
 _WHITESPACE = r"[ \n\t]{0,64}"
 """Whitespace between the tokens of JSON; without a bound a model may generate it for ever."""
 _HEADER = "%llguidance {}\n"
@@ -102,7 +102,7 @@ class Vocabulary:
         )
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
-        """Returns a matcher before the first token.
+        """Returns a new matcher, before the first token.
 
         Raises:
             InvalidArgumentError: names what is wrong in the grammar, or not supported.
@@ -137,11 +137,14 @@ def grammar_text(structured: StructuredOutput, vocabulary: Vocabulary) -> str:
 
 
 def _outer(after: str, vocabulary: Vocabulary) -> str:
-    """Returns a grammar of any text and special tokens up to the first `after`, followed by the grammar
-    itself.
+    """Returns a grammar of any text and special tokens up to the first `after`, followed by the request's own
+    grammar.
 
     A lazy lexeme ends as soon as it can, so no other lexeme may match the text. A token that extends past
     `after` is allowed if the grammar can begin with the rest.
+
+    Raises:
+        InvalidArgumentError: `after` contains a special token and other text.
     """
     token_id = vocabulary.special.get(after)
     if token_id is None and any(text in after for text in vocabulary.special):
@@ -224,7 +227,7 @@ class _StructuralTag:
         return name
 
     def _format(self, value: Any, depth: int) -> str:
-        """Returns one format as part of a rule."""
+        """Returns an expression for a format, to stand in a rule."""
         if depth > MAX_TAG_DEPTH:
             raise _refuse(f"structural_tag: at most {MAX_TAG_DEPTH} formats within each other are allowed")
         stated = _object("format", value)
@@ -256,7 +259,7 @@ class _StructuralTag:
         )
 
     def _tag(self, stated: Mapping[str, Any], trigger: str, depth: int) -> str:
-        """Returns a tag without its initial `trigger`."""
+        """Adds a rule for a tag without its initial `trigger`; returns the rule's name."""
         begin = _text("begin", stated.get("begin"))[len(trigger) :]
         content, end = stated.get("content"), _text("end", stated.get("end"))
         parts = [self._literal("begin", begin)]
@@ -270,7 +273,8 @@ class _StructuralTag:
         return self._rule(" ".join(filter(None, parts)))
 
     def _triggered(self, stated: Mapping[str, Any], depth: int) -> str:
-        """Returns free text in which each trigger must begin one of the tags that start with it."""
+        """Returns an expression for free text in which each trigger must begin one of the tags that start
+        with it."""
         tags = _objects("tags", stated.get("tags"))
         triggers = stated.get("triggers")
         if not isinstance(triggers, list) or not triggers:
@@ -297,7 +301,7 @@ class _StructuralTag:
         return f"{call} {call}* TEXT" if stated.get("at_least_one") else f"{call}* TEXT"
 
     def _separated(self, stated: Mapping[str, Any], depth: int) -> str:
-        """Returns a sequence of tags with a text between each two."""
+        """Returns an expression for a sequence of tags with a text between each two."""
         tags = _objects("tags", stated.get("tags"))
         one = self._rule(" | ".join(self._tag(tag, "", depth) for tag in tags))
         between = self._literal("separator", stated.get("separator"))

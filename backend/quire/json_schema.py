@@ -1,10 +1,11 @@
 """Rewrites a client's JSON schema so that every value that llguidance allows satisfies it, or refuses it.
 
-llguidance reads numbers as doubles and compares some with a double's shortest digits. So a bound from 2**53
-on moves inwards to the next double that admits nothing else in either way, and constants that are not doubles
-are refused. If two bounds are less than 1 apart, llguidance accepts the one nearer to 0 if it is a whole
-number, even where it is excluded; so excluded bounds of that kind always move. llguidance refuses a `oneOf`
-unless it sees that its schemas exclude each other; where this module sees it, the `oneOf` becomes an `anyOf`.
+llguidance reads numbers as doubles and compares some with a double's shortest digits. So a bound of 2**53 or
+more in magnitude moves inwards to the next double that, read in either way, admits no value beyond the bound.
+Whole numbers that are constants and not doubles are refused. If two bounds are less than 1 apart, llguidance
+accepts the one nearer to 0 if it is a whole number, even where it is excluded; so excluded bounds of that
+kind always move. llguidance refuses a `oneOf` unless it sees that its schemas exclude each other; where this
+module sees it, the `oneOf` becomes an `anyOf`.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def _tighten(schema: dict[str, Any], key: str, bound: float, inwards: int) -> No
 
 
 def _part_bounds(schema: dict[str, Any]) -> None:
-    """Moves an excluded bound that is a whole number a little inwards, if it is on the side of 0.
+    """Moves an excluded bound that is a whole number a little inwards, if it is the one nearer to 0.
 
     It does not check whether the other bound is less than 1 away, because that may be in another schema, by
     `allOf`.

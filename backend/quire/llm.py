@@ -44,7 +44,8 @@ class LLM:
         options: keys of `EngineConfig` (max_num_seqs, dtype, ...), flat.
 
     Raises:
-        CheckpointError, ConfigError, HubError: the engine cannot start; the message names the file or key.
+        CheckpointError, ConfigError, HubError: the engine cannot start; the message names the file, the key
+            or the repository.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -75,7 +76,7 @@ class LLM:
         """Runs all prompts together, continuously batched, and returns whole outputs in their order.
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: a text, texts, or lists of token ids.
             params: one for all or one per prompt; None: the checkpoint's defaults, changed by `sampling`.
             embeds: for each prompt, embeddings of images or None; with embeddings a prompt must be token ids.
             scheduling: priority, tenant, session ...; one for all or one per prompt.
@@ -90,7 +91,8 @@ class LLM:
         Raises:
             InvalidArgumentError: a prompt or parameter is wrong, so that none of the prompts was run.
             UnavailableError: the queue is full or a quota used up, so that none of the prompts was run.
-            EngineError: the engine failed.
+            InputError: a text cannot be tokenized, so that none of the prompts was run.
+            EngineError: the engine failed, or a prompt is text and the checkpoint has no tokenizer.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None:
@@ -163,15 +165,16 @@ class LLM:
         *,
         use_activation: bool = True,
     ) -> npt.NDArray[np.float32]:
-        """Returns the scores of all prompts, computed together: [prompts, labels].
+        """Returns the scores of all prompts, computed together: float32 [prompts, labels].
 
         Args:
             prompts: texts or lists of token ids.
             seconds: second text of each pair, for rerankers; None: the prompts are no pairs.
-            use_activation: False: the logits, as rewards are wanted.
+            use_activation: whether the classifier's activation is applied; False: the scores are the logits,
+                as for rewards.
 
         Raises:
-            InvalidArgumentError, UnavailableError, EngineError: as `generate`.
+            InvalidArgumentError, UnavailableError, InputError, EngineError: as `generate`.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         starts, size = [0] * len(batch), max(1, self.core.info.pooling.num_scores)
@@ -203,7 +206,7 @@ class LLM:
                 is); 0: all.
 
         Raises:
-            InvalidArgumentError, UnavailableError, EngineError: as `generate`.
+            InvalidArgumentError, UnavailableError, InputError, EngineError: as `generate`.
         """
         params = SamplingParams(dimensions=dimensions or self.core.info.hidden_size)
         outputs = self.generate(prompts, params)
@@ -211,7 +214,7 @@ class LLM:
 
     def chat(self, messages: list[dict[str, Any]] | dict[str, Any], **sampling: Any) -> RequestOutput:
         """Returns one answer to a conversation, through the checkpoint's chat template. Reasoning and tool
-        calls are separate from its text.
+        calls are separate from the answer's text.
 
         Args:
             messages: a list, or an object with `tools` and more, as in `quire_ensemble.messages`.
@@ -231,8 +234,9 @@ class LLM:
     def profile(self, path: str | Path) -> Iterator[None]:
         """Returns a context manager that writes a Chrome trace of the steps in it to `path`.
 
-        The file is written when the context ends. The trace has at most MAX_PROFILE_STEPS steps, none
-        from later than MAX_PROFILE_S. Its `otherData` has a `roofline` of each kind of step.
+        The file is written when the context ends. The trace has at most MAX_PROFILE_STEPS steps, none later
+        than MAX_PROFILE_S seconds after the context began. Its `otherData` has a `roofline` of each kind of
+        step.
 
         Raises:
             UnavailableError: another profile is being recorded.
@@ -254,6 +258,7 @@ class LLM:
 
         Raises:
             EngineError: the checkpoint has no tokenizer.
+            InputError: the tokenizer cannot encode the text, which may hold an unpaired surrogate.
         """
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")

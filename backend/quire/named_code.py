@@ -1,6 +1,6 @@
 """Loads classes that an operator's configuration names, as "file.py:Class" or "package.module:Class".
 
-Nothing else is imported.
+Code that no configuration names is not imported here.
 """
 
 from __future__ import annotations

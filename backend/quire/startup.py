@@ -34,7 +34,8 @@ class StartTimeline:
         self._phase_began = now
 
     def split(self, phase: str, parts: dict[str, float]) -> None:
-        """Splits named parts off a phase that has ended; the rest of the phase comes first."""
+        """Splits named parts off a phase that has ended. The rest of the phase, and then the parts, move to
+        the end of `phases`."""
         rest = self.phases.pop(phase) - sum(parts.values())
         self.phases |= {phase: max(rest, 0.0), **parts}
 

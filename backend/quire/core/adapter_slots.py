@@ -21,14 +21,15 @@ class AdapterSlots:
     """Assigns adapters to the runner's slots. A request with an adapter runs only while the adapter has a
     slot; it holds the slot until it is preempted or ends.
 
-    Waiting requests ask in the order of the queue. If a request's adapter has no slot and all slots are held,
-    it is promised the slot with the fewest holders. Requests behind it may not begin with the adapter in that
-    slot, so the slot becomes free once its present holders have ended. Requests that need no slot, or another
-    slot, go on being admitted. Among slots without holders, the least recently used one is reused.
+    Waiting requests ask in the order of the queue. If a request's adapter has no slot, it is promised the
+    slot with the fewest holders among those not promised yet. Requests behind it may not begin with the
+    adapter in that slot, so the slot becomes free once its present holders have ended. Requests that need no
+    slot, or another slot, go on being admitted. Among slots without holders, the least recently used one is
+    reused.
 
     Args:
         num_slots: number of adapter slots in the runner.
-        weights: returns an adapter's weights; None: they are not in host memory yet, and reading them begins.
+        weights: returns an adapter's weights; None: they are not in host memory yet, and are being read.
     """
 
     def __init__(self, num_slots: int, weights: Callable[[Adapter], AdapterWeights | None]) -> None:
@@ -40,7 +41,8 @@ class AdapterSlots:
         self._loads: list[AdapterLoad] = []
         self._num_holds = 0
         self.waiting: set[Adapter] = set()
-        """Adapters for which the latest plan passed over a request: each needs a slot, or its weights."""
+        """Adapters for which the latest plan passed over a request: the adapter has no slot, its weights are
+        not read yet, or its slot is promised to another adapter."""
         self.is_reading = False
         """Whether at least one adapter in `waiting` lacks only its weights."""
         self.num_hits = self.num_loads = self.num_evictions = 0
@@ -54,8 +56,9 @@ class AdapterSlots:
 
     def may_run(self, adapter: Adapter) -> bool:
         """Returns whether a waiting request with this adapter may begin now: its adapter has a slot that is
-        promised to no other, or its weights are read and the slot promised to it is free. If not, notes the
-        adapter in `waiting`."""
+        promised to no other, or its weights are read and the slot promised to it has no holders. An adapter
+        without a slot is promised one if any is left. If the result is False, adds the adapter to
+        `waiting`."""
         slot = self._slot_of.get(adapter)
         if slot is not None:
             if self._promised.get(slot, adapter) is adapter:
@@ -73,7 +76,8 @@ class AdapterSlots:
         return False
 
     def _promise(self, adapter: Adapter) -> int | None:
-        """Returns the slot promised to this adapter; None: all slots are promised to others."""
+        """Promises this adapter a slot, unless it was promised one before, and returns the slot. None: all
+        slots are promised to others."""
         for slot, other in self._promised.items():
             if other is adapter:
                 return slot
@@ -86,8 +90,9 @@ class AdapterSlots:
         return slot
 
     def hold(self, adapter: Adapter, *, is_new: bool) -> None:
-        """Counts a request that begins to run with this adapter. `may_run` allowed it, or a request with the
-        same adapter is already running."""
+        """Counts a request that begins to run with this adapter, and plans the adapter's load if it has no
+        slot. `may_run` allowed it, or a request with the same adapter is already running. `is_new`: whether
+        an adapter found in a slot counts as a hit."""
         slot = self._slot_of.get(adapter)
         if slot is None:
             slot = self._bring(adapter)

@@ -1,5 +1,5 @@
 """Block hashes: the keys by which blocks of KV cache are found. A hash stands for the block's tokens, all
-tokens before them, the images among them, and the request's cache salt and adapter."""
+tokens before them, their images and `position_ids`, and the request's cache salt and adapter."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def group_key(content_hash: bytes, group: int) -> bytes:
 
 
 def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None:
-    """Returns the extra keys of the block with tokens [begin, end) in KV events; None: there is neither a
-    cache salt nor an image or stated position in it.
+    """Returns the extra keys, for KV events, of the block with tokens [begin, end). None: the request has no
+    cache salt and no `position_ids`, and no image lies in the block.
 
     A cache salt appears only as a hash, so that readers of the events cannot use the salt.
     """

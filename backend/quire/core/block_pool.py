@@ -1,4 +1,5 @@
-"""BlockPool: reference-counted blocks of KV cache, kept in free lists with O(1) insertion and removal."""
+"""BlockPool: reference-counted blocks of KV cache. Those without references lie in lists with O(1) insertion
+and removal."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ class BlockPool:
 
         Args:
             retention: priority in [0, 100]; blocks with a higher one are evicted later. If content is kept
-                again while a request holds its block, the higher priority applies.
+                again while its block has a reference, the higher priority applies.
             ttl_s: seconds without references after which the content is forgotten; None: never. Content that
                 can be found already keeps its time.
 

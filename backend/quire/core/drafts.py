@@ -38,7 +38,8 @@ expensive, because its cost may have changed."""
 _RATED = 0.15
 """Weight of the newest rated token in the moving averages `Drafter.chance` and `Drafter.model_chance`."""
 _HOPED = 0.7
-"""Assumed accuracy of a draft model before its first guess is verified: high enough to wait for one."""
+"""Assumed accuracy of a draft model before its first guess is verified, and least one when it is tried again:
+high enough to wait for a guess."""
 _RETRY = 64
 """Number of tokens after which a draft model that was not worth its cost is tried again."""
 
@@ -83,10 +84,11 @@ class Drafter:
         self._key = 0
         """Key of the newest gram."""
         self._keys, self._followers = array("q"), array("q")
-        """Keys of all grams in the tokens that were first seen, in ascending order, and the index of the
-        token after each gram. A dictionary would need ten times the memory."""
+        """Keys of all grams in the tokens of the first `see`, in ascending order, and the index of the token
+        after each gram. A dictionary would need ten times the memory."""
         self._after: dict[int, int] = {}
-        """Index of the token after the latest occurrence of each gram seen later, by the gram's key."""
+        """Index of the token after the latest occurrence of each gram that later calls of `see` read, by the
+        gram's key."""
 
     def see(self, token_ids: Sequence[int]) -> None:
         """Reads all tokens so far, prompt and output. Rates the latest guess of prompt lookup by them and
@@ -117,7 +119,7 @@ class Drafter:
 
     def next(self) -> tuple[float, int]:
         """Returns the probability that each token of the next guess is right if those before it are, and the
-        number of tokens in the guess, 0: no guess."""
+        most tokens in the guess; 0: no guess."""
         if not self.uses_model:
             return self.chance, len(self.guess)
         if self._num_seen - self._model_tried_at >= _RETRY:
@@ -156,8 +158,8 @@ def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
 
 
 class StepCost:
-    """Estimates the seconds of a step without prefill as a line in its number of tokens, fitted to the latest
-    such steps."""
+    """Estimates the seconds of a step without prefill as a linear function of its number of tokens, fitted to
+    the latest such steps."""
 
     _FORGET = 0.98
     _TRUST = 0.1
@@ -213,7 +215,7 @@ class DraftBudget:
     them.
 
     A draft costs as much as one more token in the step. It yields a token only if it and all drafts before it
-    are right. So a few rows verify many drafts and many rows verify none.
+    are right. So a step with few rows verifies many drafts, and one with many rows verifies none.
     """
 
     def __init__(self) -> None:
@@ -234,13 +236,13 @@ class DraftBudget:
         self._num_steps += 1
 
     def is_worth_waiting(self, drafter: Drafter) -> bool:
-        """Returns whether a request gains by waiting for its newest tokens before its next row, which could
-        run without."""
+        """Returns whether a request gains by waiting for its newest tokens before its next row, although the
+        row could run without them."""
         chance, most = drafter.next()
         return most > 0 and chance >= _WORTH_WAITING and chance * self._seconds > self._slope * self._expected
 
     def allocate(self, chance: float, most: int) -> int:
-        """Returns how many drafts a row verifies, at most `most`; `chance`: the probability that each is
+        """Allots drafts to a row; returns how many, at most `most`. `chance`: the probability that each is
         right if those before it are."""
         count, right, most = 0, chance, min(most, self._most)
         while count < most and right * self._seconds > self._slope * self._expected:

@@ -20,9 +20,10 @@ class KVCacheManager:
     Token i of a request lies, for the layers of group g, in block `block_ids(request)[g][i // block_size]` at
     offset `i % block_size`. Requests with the same first tokens, images, cache salt and adapter share the
     blocks of that prefix. A full block is found by the hash of its content and of all that precedes it, and
-    is never written again. Tables are append-only while they exist, so the runner only needs the appended
-    block ids. A table has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence
-    are unused. In a group with a window, blocks wholly before the window are freed.
+    is never written again. A table only grows while it exists, and its older entries change only to
+    NULL_BLOCK, so the runner only needs the appended entries. A table has no more blocks than its tokens
+    need: at most `block_size - 1` slots of a sequence are unused. In a group with a window, blocks wholly
+    before the window are freed.
 
     In a group of states a request holds one block, the last of its table, with the state after its computed
     tokens. The table's other blocks are NULL_BLOCK. Rows write the state in place, and its block moves to the
@@ -31,9 +32,10 @@ class KVCacheManager:
     it computes anything. A request without computed tokens begins with a zero state, whatever its block
     contains.
 
-    A block of keys and values can be found as soon as the step that fills it is planned. Within one step all
-    keys and values of a layer are written before any are read, so a request in the same step can share the
-    block. A snapshot can be found once the next row of its request is planned.
+    A block of keys and values can be found as soon as the step that fills it is planned. If some of its
+    tokens are still pending then, it can be found once a later row of its request is planned. Within one step
+    all keys and values of a layer are written before any are read, so a request in the same step can share
+    the block. A snapshot can be found once the next row of its request is planned, or its request has ended.
 
     Args:
         groups: layers that need the same past, groups of states last; see `quire.models.kv_groups`.
@@ -59,7 +61,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cached_tokens = 0
         """Number of tokens since start that were found cached at the first admission of a request, in the
-        pool or in a KV tier."""
+        pool or in a KV tier. If blocks cannot be loaded, the tokens of that request do not count."""
         self.num_queried_tokens = 0
         """Number of tokens since start that requests had at their first admission, without the engine's own
         requests."""
@@ -98,8 +100,8 @@ class KVCacheManager:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of one sequence that the whole pool can hold; 2**62 if windows bound every sequence's
-        blocks."""
+        """Most tokens of one sequence that the whole pool can hold; 2**62 if windows bound the blocks of a
+        sequence, however long, to the number in the pool."""
         if not self.num_full_groups and self.num_blocks_for(2**62) <= self.num_blocks:
             return 2**62
         low, high = 0, self.num_blocks // (self.num_full_groups or len(self.groups))
@@ -131,7 +133,7 @@ class KVCacheManager:
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Returns how many blocks must be appended so that `num_tokens` tokens of the request have slots.
 
-        A group with a window counts only the blocks that the request holds at one time.
+        A group with a window counts the most blocks that the request can hold at one time.
         """
         if self._is_uniform:
             missing = -(-num_tokens // self.block_size)
@@ -148,10 +150,11 @@ class KVCacheManager:
 
     def plain_decode_until(self, request: Request) -> int:
         """Returns the number of computed tokens up to which one-token rows leave this manager unchanged; 0:
-        even the next may change it.
+        even the next row may change it.
 
-        Until then each token has its slot, no block becomes full or leaves a window, and
-        `num_missing_blocks(request, request.num_tokens + 1)` stays 0.
+        Up to that number each token has its slot, and no block leaves a window or, with prefix caching,
+        becomes full. While `request.num_tokens` is below it,
+        `num_missing_blocks(request, request.num_tokens + 1)` is 0.
         """
         table = request.table
         assert table is not None, request
@@ -177,9 +180,9 @@ class KVCacheManager:
         """Allocates slots for the request's next `num_new_tokens` tokens after its computed ones.
 
         Returns:
-            For each group, the block ids appended to its table, often none. Callers must not change the
-            lists. None: the pool has too few blocks, and nothing is allocated. In either case blocks that
-            have left their windows were freed.
+            For each group, the entries appended to its table, often none: block ids, or NULL_BLOCK in groups
+            of states. Callers must not change the lists. None: the pool has too few blocks, and nothing is
+            allocated. In either case blocks that have left their windows were freed.
         """
         table = request.table
         if table is None:
@@ -211,8 +214,8 @@ class KVCacheManager:
     def _advance_state(
         self, request: Request, table: RequestBlocks, group: int, count: int, target: int | None
     ) -> list[int]:
-        """Appends `count` entries to the request's table in a group of states. Only the last one is a block,
-        all others are NULL_BLOCK.
+        """Appends `count` entries to the request's table in a group of states, and returns them. Only the
+        last one is a block, all others are NULL_BLOCK.
 
         Args:
             target: a new block for the state, if the request has no state yet or its state is at a block
@@ -254,8 +257,12 @@ class KVCacheManager:
     def find_prefix(
         self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None
     ) -> CachedPrefix:
-        """Returns the longest prefix of the request whose blocks are all in the pool or, as `is_in_tier` says
-        of their keys, in a KV tier; empty without prefix caching."""
+        """Returns the longest prefix of the request whose blocks are all in the pool or in a KV tier; empty
+        without prefix caching.
+
+        Args:
+            is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.
+        """
         if not self.enable_prefix_caching:
             return CachedPrefix(0, [[] for _ in self.groups])
         return self._lookup.find(request, is_in_tier)
@@ -364,8 +371,8 @@ class KVCacheManager:
         return offered
 
     def uncache_from(self, request: Request, num_tokens: int) -> None:
-        """Makes the request's blocks unfindable that are not filled by its first `num_tokens` tokens alone,
-        because their later tokens were not computed.
+        """Makes each block of the request unfindable that its first `num_tokens` tokens do not fill, because
+        later tokens were not computed.
 
         Other requests may already hold them.
         """
@@ -382,7 +389,7 @@ class KVCacheManager:
         self.pool.forget(block_id for key, block_id in newly_cached if self.pool.cached(key) == block_id)
 
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
-        """Creates the block table of `child`, which shares the computed tokens of `parent`.
+        """Creates the block table of `child`, whose computed tokens are the first ones of `parent`.
 
         Full blocks are shared; a partly filled one is copied. States of the parent must not be ahead of the
         child.
@@ -428,8 +435,8 @@ class KVCacheManager:
         return [list(blocks) for blocks in table.blocks] if table else [[] for _ in self.groups]
 
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
-        """Pins full blocks of the request's first `num_tokens` tokens under `name`, in place of that pin's
-        old blocks.
+        """Pins full blocks of the request's first `num_tokens` tokens under `name` until `deadline`, in place
+        of that pin's old blocks.
 
         `max_pinned_fraction` limits the number of blocks; the first ones are pinned. With groups of states,
         the prefix up to its newest snapshot is pinned, with that snapshot.

@@ -24,7 +24,8 @@ ExtraKeys = tuple[str, ...]
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Blocks of one chain that can be found from now on, in order. The first follows `parent_block_hash`."""
+    """Consecutive blocks of a sequence that can be found from now on. The first one follows the block with
+    `parent_block_hash`; None: it begins the sequence."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -68,8 +69,9 @@ def external_hash(content_hash: bytes) -> int:
 
 
 class KVEventCollector:
-    """Collects the events of blocks stored and removed until `pop_batch` returns them. A block joins the
-    latest event if that removes blocks as well, or if that stores the block's parent last.
+    """Collects the events of blocks stored and removed until `pop_batch` returns them. A removed block joins
+    the latest event if that removes blocks. A stored block joins it if the last block that it stores is the
+    parent.
 
     The first batch begins with AllBlocksCleared, so that subscribers forget the blocks of an earlier engine
     at the same address.
@@ -92,7 +94,7 @@ class KVEventCollector:
         Args:
             parent_hash: hash of the block before it; None: it is the first of its sequence.
             token_ids: the block's tokens; every block has the same number.
-            adapter: the adapter that computed all blocks of its chain; None: the model alone.
+            adapter: the adapter that computed this block and those before it; None: the model alone.
         """
         name = external_hash(content_hash)
         parent = None if parent_hash is None else external_hash(parent_hash)

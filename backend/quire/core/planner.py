@@ -46,8 +46,8 @@ class Planner:
         """Number of tokens since start that were computed again after a preemption."""
         self.admission_blocked_by = ""
         """Why the latest step admitted no further request from the queue: "seats" (places in the batch),
-        "blocks" (room in the KV cache), "budget" (the step's tokens), or "" (the batch policy, or reasons of
-        the requests' own)."""
+        "blocks" (room in the KV cache, also after a preemption), "budget" (the step's tokens), or "" (none
+        was left, the batch policy, or reasons of the requests' own)."""
         self._config = config
         self._roster = roster
         self._queue = roster.queue
@@ -198,8 +198,8 @@ class Planner:
         return True
 
     def _add_stalled(self, step: Step) -> None:
-        """Preempts requests or releases pins so that a waiting request can run. Called when the
-        step has no rows."""
+        """Preempts requests or releases pins so that a waiting request can run. Called when the step has no
+        rows."""
         roster = self._roster
         while not step.requests and len(self._queue) and not self._transfers.num_loading:
             if self._adapters is not None and self._adapters.is_reading:
@@ -270,7 +270,7 @@ class Planner:
         )
 
     def _is_one_too_many(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Returns whether the limit on long prompts computed at the same time keeps this one out."""
+        """Returns whether the limit on long prompts computed at the same time keeps this request out."""
         most, budget = self._config.max_long_prefills, self._config.max_num_batched_tokens
         if most is None or request.num_tokens - prefix.num_tokens <= budget:
             return False
@@ -292,9 +292,10 @@ class Planner:
         return num_output >= request.max_output_tokens(self._max_model_len)
 
     def _allocate_or_preempt(self, request: Request, count: int) -> list[list[int]] | None:
-        """Allocates slots for a running request. If there is no room, releases pins if no other request runs,
-        else preempts the last in rank. None: the request was itself preempted, as the last in rank, or must
-        wait because the last in rank is loading blocks."""
+        """Allocates slots for a running request, and returns the result of `allocate_slots`. While there is
+        no room, releases a pin if no other request runs and there is a pin, else preempts the request that is
+        last in rank. None: the request was itself preempted, as the last in rank, or must wait because the
+        last in rank is loading blocks."""
         running = self._roster.running
         while (block_ids := self._kv.allocate_slots(request, count)) is None:
             victim = running[-1]
@@ -376,16 +377,16 @@ class Planner:
         return min(most, step.budget - len(self._roster.running))
 
     def _waits(self, step: Step, request: Request, drafter: Drafter) -> bool:
-        """Returns whether a request gains by waiting for its newest tokens before its next row, which could
-        run without."""
+        """Returns whether a request gains by waiting for its newest tokens before its next row, although the
+        row could run without them."""
         num_slots, num_computed = request.plain_decode_until, request.num_computed_tokens
         if num_computed >= num_slots:
             num_slots = (num_computed // self._kv.block_size + 1) * self._kv.block_size
         return self._most_drafts(step, request, num_slots) > 0 and self._drafts.is_worth_waiting(drafter)
 
     def _plain_decode_until(self, request: Request) -> int:
-        """Returns the number of computed tokens up to which one-token rows need no block and cannot reach the
-        length limit; see `Request.plain_decode_until`."""
+        """Returns the number of computed tokens up to which one-token rows need no block and sample no token
+        beyond the length limit; see `Request.plain_decode_until`."""
         # None of them is computed a second time: with one token missing, all that once were are again.
         num_prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < num_prompt_tokens:

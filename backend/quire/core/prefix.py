@@ -47,10 +47,10 @@ class PrefixLookup:
     ) -> CachedPrefix:
         """Returns the longest prefix of the request whose blocks are cached.
 
-        At least one token is left to compute, because sampling needs its hidden state. Prompt tokens whose
-        log-probabilities are wanted and not yet known are left, too. In a group with a window, only the
-        blocks that the next token sees must be cached. In a group of states, only the snapshot at the end of
-        the prefix must be cached.
+        Unless `most` is given, at least one token is left to compute, because sampling needs its hidden
+        state. Prompt tokens whose log-probabilities are wanted and not yet known are left, too. In a group
+        with a window, only the blocks that the next token sees must be cached. In a group of states, only the
+        snapshot at the end of the prefix must be cached.
 
         Args:
             is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.

@@ -12,7 +12,8 @@ PROVEN_TOKENS = 16
 """Output tokens that a request must gain after an engine's death to be cleared. A dying engine may be some
 tokens ahead of the outputs that arrived, so the fatal token may be among them."""
 STEPS_AHEAD = 2
-"""Number of steps in flight, each of which may add tokens; drafts are counted on top."""
+"""Most steps in flight at an engine's death. For each, the configured number of drafts is added to
+PROVEN_TOKENS."""
 
 
 class InFlightSuspects(NamedTuple):
@@ -34,12 +35,13 @@ class _Suspect(NamedTuple):
     sequences: Mapping[int, Request]
     """Unfinished choices of the request by index."""
     goal: float
-    """Number of output tokens that clears it. Beams begin anew and their progress is not known, so only their
-    end clears them."""
+    """Number of output tokens that clears the request; inf for a beam search, which begins anew and whose
+    progress is not known: only its end clears it."""
 
 
 class Probation:
-    """Requests that survived an engine's death and are suspects until cleared: they made progress, or ended.
+    """Suspects: the requests that survived an engine's death. A suspect is cleared when it has made progress
+    or has ended.
 
     After one death, suspects run like all other requests. Suspects that were in flight at a second death then
     run one at a time, with nothing beside them, until each is cleared. If another engine dies, the one that
@@ -79,7 +81,7 @@ class Probation:
         return self._alone
 
     def launch(self, requests: Iterable[Request]) -> None:
-        """Updates `in_flight_suspects`. `requests`: those of all rows in flight."""
+        """Updates `in_flight_suspects`. `requests`: the requests of all rows in flight."""
         group_ids = {request.group_id for request in requests}
         at_risk = tuple(sorted(group_ids & self._suspects.keys()))
         suspects = InFlightSuspects(at_risk, len(group_ids) == 1) if at_risk else NO_SUSPECTS
@@ -88,5 +90,5 @@ class Probation:
 
 
 def _num_tokens(sequences: Mapping[int, Request]) -> int:
-    """Returns the output tokens of the choice that has most."""
+    """Returns the number of output tokens of the choice that has most; 0: there is none."""
     return max((one.num_output_tokens for one in sequences.values()), default=0)

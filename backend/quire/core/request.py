@@ -149,38 +149,42 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.rank: tuple[float, ...] = (0.0, 0)
         """Rank in the queue: smaller is served earlier. Set once by the queue policy, and unique: the second
-        entry is an arrival number, and choices have a third."""
+        entry is an arrival number. Choices that fork have the rank of their parent, with their index as a
+        third entry."""
         self.num_sequences = sampling_params.num_sequences
         """Number of seats that the request occupies: its own, and one for each choice that will fork from
         it."""
         self.index = 0
-        """Index of the choice."""
+        """Index of the choice or beam; 0 for a request that has not forked."""
         self.group_id = request_id
-        """Id of the client's request; differs from the request's own id only for forked choices."""
+        """`request_id` that all choices or beams of a request have in common; differs from the own
+        `request_id` only for those that forked."""
         self.is_paused = False
         """Whether this beam gets no rows until all other beams of its group have reported their
         candidates."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        """Number of tokens that planned steps will sample; one for each row, even with drafts."""
+        """Number of tokens that planned steps will sample; one for each row that samples, even with
+        drafts."""
         self.drafter: Drafter | None = None
         """Guesses the next tokens; None: no drafts, or no token generated yet."""
         self.num_forced_tokens = 0
-        """Number of newest tokens to send to the runner, because the runner did not sample them in this
-        row."""
+        """Number of newest tokens to send to the runner with the next row, because beam search chose them and
+        the runner did not sample them."""
         self.num_computed_before_preemption = 0
         """Most computed tokens, cached ones included, that the request had when it gave up its blocks."""
         self.num_cached_tokens = 0
-        """Number of tokens found cached at the first admission; for a forked choice all prompt tokens."""
+        """Number of tokens found cached at the first admission, 0 again if they could not be loaded; for a
+        forked choice all prompt tokens."""
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling_params.prompt_logprobs is None else []
         )
         """Log-probabilities of the computed prompt tokens, from the second on; None: not wanted, or already
         returned."""
         self.in_runner = False
-        """Whether the runner has a row for it."""
+        """Whether the runner has a row for the request."""
         self.table: RequestBlocks | None = None
-        """The request's blocks; only the KVCacheManager changes them."""
+        """The request's blocks; None: it has none. Only the KVCacheManager changes them."""
         self.plain_decode_until = 0
         """Number of computed tokens up to which each one-token row is a plain decode: it samples one token,
         and needs no new block and no other work. 0 while the request does not run."""
@@ -190,12 +194,14 @@ class Request:
         self.swapped: SwappedBlocks | None = None
         """Blocks that were moved to the host tier at the preemption; None: none were."""
         self.reuses_prefix = reuses_prefix
-        """Whether cached prefixes may be used; False if the hidden states of all its tokens are wanted."""
+        """Whether cached prefixes may be used; False if the hidden states of all tokens are wanted."""
         self.uses_tiers = reuses_prefix
-        """Whether KV tiers may be used; False also after a KV tier has failed to load its blocks."""
+        """Whether KV tiers may be used. False if `reuses_prefix` is, and after a load of the request's blocks
+        has failed."""
         self.num_preemptions = 0
         self.num_deaths = 0
-        """Number of engines that died while they had it; above 0, an earlier engine has admitted it."""
+        """Number of deaths of the request's engines, counted anew from each death at which the request was
+        not an in-flight suspect (`core/probation.py`). Above 0, an earlier engine has accepted it."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -212,7 +218,8 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether the one token to compute is followed by another, as it is not in a pooled prompt."""
+        """Whether one token is left to compute, after which another is sampled. Never for a pooled prompt,
+        which samples none."""
         return self.num_missing == 1 and not self.sampling_params.dimensions
 
     @property

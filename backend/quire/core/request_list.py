@@ -15,7 +15,7 @@ MAX_LISTED = 256
 
 
 def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
-    """Lists clients' unfinished requests: running ones before waiting ones, each in the order of ranks.
+    """Lists clients' unfinished requests: running ones before waiting ones, both in the order of ranks.
 
     Args:
         tenant: lists only this tenant's requests; None: all.

@@ -63,7 +63,7 @@ class Roster:
         sequence."""
         self.running: list[Request] = []
         self.num_free_seats = config.max_num_seqs
-        """Number of rows that a step may still have."""
+        """Number of seats that no running request occupies (`Request.num_sequences`)."""
         self.num_preemptions = 0
         self._by_external_id: dict[tuple[str, str], dict[str, None]] = {}
         """Ids of requests by (tenant, client's id). Ids of different tenants may be equal."""
@@ -97,7 +97,8 @@ class Roster:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Sum of the tokens that the running requests have still to compute, less one for each request."""
+        """Number of tokens that the running requests have still to compute, without the first of each
+        request."""
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
@@ -107,7 +108,7 @@ class Roster:
         Args:
             admission_blocked_by: why the latest plan admitted no further request
                 (`Planner.admission_blocked_by`). Sequences that wait for nothing of their own are counted
-                under it.
+                under it, or under "step" if it is empty.
         """
         choices = tenant = adapter = others = 0
         for request in self.queue:
@@ -123,8 +124,8 @@ class Roster:
         return WaitingCounts(choices=choices, tenant=tenant, adapter=adapter, **rest)
 
     def waits_for_adapter(self, request: Request) -> bool:
-        """Returns whether the latest plan passed over a request with this request's adapter, because the
-        adapter has no slot or its weights are not read yet."""
+        """Returns whether the latest plan passed over a request with this request's adapter, because of the
+        adapter (`AdapterSlots.waiting`)."""
         return self.adapters is not None and request.adapter in self.adapters.waiting
 
     def take_changes(self, output: SchedulerOutput) -> None:
@@ -222,7 +223,7 @@ class Roster:
         self._seat(child)
 
     def take_one_seat(self, request: Request) -> None:
-        """Reduces the request to one row per step, because its other choices have rows of their own."""
+        """Reduces the request to one seat, because its other choices are requests of their own."""
         if request.status is RequestStatus.RUNNING:
             self.num_free_seats += request.num_sequences - 1
         request.num_sequences = 1
@@ -230,9 +231,8 @@ class Roster:
     # Ends.
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Ends a request in any state. First, the blocks of a running request are cached, and pinned if the
-        request asks for that. A request without computed tokens releases its session's pin if it has
-        `session_end`.
+        """Ends a request in any state. First caches the computed blocks of a running request, and pins them
+        if the request asks for that. With `session_end`, releases its session's pin.
 
         Args:
             is_external: whether it was ended from outside the scheduler; for the trace.

@@ -54,10 +54,11 @@ class Scheduler:
     From this follows
     - no livelock: the first in rank may preempt all others and none may preempt it, and alone it always fits,
     because `max_model_len` is cut to what the pool holds;
-    - no starvation under a policy by which each request becomes the first in rank: all, given ageing;
+    - no starvation under a policy by which each request becomes the first in rank, as all do with ageing;
     - with mixed batches a decoding request is in every step: prompts leave room for those that decode behind
-    them, and a request joins only a step whose budget has satisfied all others. The exception: if urgent
-    requests preempt, the prompt of a more urgent one goes before other requests' decoding.
+    them, and a request joins only a step whose budget has satisfied all others. Two exceptions: if urgent
+    requests preempt, the prompt of a more urgent one goes before other requests' decoding; and a request
+    with pending tokens may wait until they are known.
 
     The caller repeats schedule(), execution by a runner, update(); add_request() and abort() may come at any
     point between. If the execution fails, it calls fail() in place of update(). On a device that computes
@@ -109,7 +110,7 @@ class Scheduler:
             config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s, adapters=adapters
         )
         self.groups: dict[str, SequenceGroup] = {}
-        """Unfinished requests with several sequences, by request id."""
+        """Groups of the unfinished requests with several sequences, by request id."""
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self.probation = Probation(config.num_draft_tokens)
@@ -132,8 +133,8 @@ class Scheduler:
         self._updated = 0.0
 
     def start_trace(self, cache: CacheConfig, path: str | Path | None = None) -> SchedulerTrace:
-        """Records the steps from now on. Call it before the first request, because a replay knows no earlier
-        ones.
+        """Starts and returns a trace, which records the steps from now on. Call it before the first request,
+        because a replay knows no earlier ones.
 
         Args:
             cache: the configuration of the block manager.
@@ -159,7 +160,7 @@ class Scheduler:
     def add_request(self, request: Request, outputs: dict[int, list[int]] | None = None) -> None:
         """Queues a new request, or one from an engine that died (`Request.num_deaths` > 0).
 
-        A request from a dead engine was admitted once: limits of the queue and quotas do not refuse it.
+        A request from a dead engine was accepted once: limits of the queue and quotas do not refuse it.
 
         Args:
             outputs: tokens so far of each open choice, by index; None: no output was reported.
@@ -234,7 +235,7 @@ class Scheduler:
             )
 
     def expire(self) -> list[EngineCoreOutput]:
-        """Ends requests whose deadline has passed and returns their outputs; call it before planning a
+        """Ends requests whose deadline has passed and returns their last outputs; call it before planning a
         step."""
         outputs = []
         for request in self.roster.overdue():
@@ -275,10 +276,10 @@ class Scheduler:
         """Processes the runner's results of the oldest step in flight.
 
         Returns:
-            One output per choice that has sampled, and one per request with a row that failed alone. A beam
-            search has outputs only at its end. Requests that end here have freed their blocks. Results for
-            requests aborted since schedule() are ignored. An exception while a row is processed ends only its
-            request, with all its choices.
+            One output per choice that has sampled, per prompt that was pooled, and per request with a row
+            that failed alone. A beam search has outputs only at its end. Requests that end here have freed
+            their blocks. Results for requests aborted since schedule() are ignored. An exception while a row
+            is processed ends only its request, with all its choices.
         """
         step = self._in_flight.popleft()
         assert scheduler_output is step.output, (scheduler_output.step, step.output.step)
@@ -434,15 +435,16 @@ class Scheduler:
                 request.num_preemptions += 1  # its next admission is not its first
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason) -> list[EngineCoreOutput]:
-        """Ends requests in any state and frees their blocks at once.
+        """Ends requests in any state and frees their blocks at once, or, if these are being loaded, when the
+        load ends.
 
         Args:
             request_ids: as given to add_request; "id#i" ends choice i alone, once the choices have forked.
                 Beams cannot be ended alone.
 
         Returns:
-            The last output of each of their choices. Unknown and finished ids are skipped, since an abort and
-            the end of a request may cross.
+            The last output of each of their open choices. Unknown and finished ids are skipped, since an
+            abort and the end of a request may cross.
         """
         outputs = []
         for request_id in request_ids:
@@ -462,12 +464,14 @@ class Scheduler:
         return outputs
 
     def fail(self, error: str) -> list[EngineCoreOutput]:
-        """Processes a failed step; called in place of update(). Ends every request with a row in it with
-        `error`.
+        """Processes a failed step; called in place of update(). All steps in flight fail with it, as each
+        depends on earlier ones. Ends every request with a row in one of them with `error`, and returns their
+        last outputs.
 
-        All steps in flight fail with it, as each depends on earlier ones. How much of them was computed or
-        carried out is unknown. So pending block copies are dropped, drops of rows and adapter loads are sent
-        to the runner again, and loads that the runner will never report are given up.
+        How much of the steps was computed or carried out is unknown. So pending block copies are dropped,
+        drops of rows and adapter loads are sent to the runner again, and loads that the runner will never
+        report are given up. If several steps were in flight, the prefix cache is emptied and all pins are
+        released.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()

@@ -1,4 +1,4 @@
-"""SequenceGroup: the sequences of one request, the blocks they share, and how beams compete."""
+"""SequenceGroup: the choices of a request that has several. BeamSearch: beams, which compete."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class BeamSearch(SequenceGroup):
     Each beam is a request of its own. When its row samples, it reports its best candidates and pauses. When
     all have reported, the best continuations of all beams are ranked by their sum of log-probabilities. Among
     the first `beam_width`, those that end are kept, with the score sum / length ** length_penalty; the length
-    counts all generated tokens. The `beam_width` best others continue. The search is over when no beam
-    continues, or when `beam_width` ended ones are kept and
+    counts all generated tokens. The `beam_width` best that do not end continue. The search is over when no
+    beam continues, or when `beam_width` ended ones are kept and
     - early_stopping is True, or
     - the first beam would not score higher than the worst of them at its present length (if early_stopping is
     None and length_penalty > 0: at the greatest possible length).

@@ -1,4 +1,4 @@
-"""Step: a planned step, from its planning until it is accounted or has failed."""
+"""Step: a planned step, from its planning until its results are processed or it has failed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Step:
         """Number of tokens that may still be added."""
         self.requests: list[Request] = []
         self.newly_cached: list[Sequence[tuple[bytes, int]]] = []
-        """For each row, the (key, block id) of the blocks and snapshots that its planning made findable."""
+        """For each row, the (key, block id) of the blocks and snapshots that its planning offered to the
+        prefix cache (`KVCacheManager.cache_blocks`)."""
         self.num_prefill_tokens = 0
         self.begun = 0.0
-        """When the step was launched, in seconds on the scheduler's clock."""
+        """When the planning of the step ended, in seconds on the scheduler's clock."""
 
     def add(self, row: ScheduledRequest, request: Request, newly_cached: Sequence[tuple[bytes, int]]) -> None:
         self.output.scheduled.append(row)

@@ -26,7 +26,7 @@ _SCHEDULING: msgspec.Struct = SchedulingParams()
 _SCHEDULING_KEYS = dict(
     zip(SchedulingParams.__struct_fields__, SchedulingParams.__struct_encode_fields__, strict=True)
 )
-"""Keys of the fields in a record, by the names of their attributes."""
+"""Key of each field of SchedulingParams in a record, by the field's name as an attribute."""
 _SAMPLING: msgspec.Struct = SamplingParams()
 _SAMPLING_KEYS = {name: name for name in ("n", "best_of", "beam_width")}
 
@@ -35,28 +35,29 @@ class SchedulerTrace:
     """Collects one record per step, in `records` or as lines appended to a file.
 
     A record holds
-        step, time (s on the scheduler's clock: when the step was planned), plan_s (what planning took),
-        overlapped (true: it was planned while the step before was computed),
-        arrivals: of requests between planning of the previous step and of this one, as
-            {"id", "prompt": tokens, "time", "taken_at": when the scheduler got it, "max_tokens", "hash_ids":
-            per full block of the prompt a number for its content and all before it}, the fields of
-            SchedulingParams and n, best_of, beam_width that are not at their defaults, and "in_flight": true
-            if a step was being computed,
-        ended: [[request_id, reason, in_flight, how many of `arrivals` came before]] likewise, of requests
-            that were ended from outside,
+        step (its number), time (s on the scheduler's clock: when the step was planned), plan_s (seconds that
+            planning took), overlapped (true: it was planned while the step before was computed),
+        arrivals: the requests that came between the planning of the previous step and of this one, each as
+            {"id", "prompt": number of tokens, "time", "taken_at": when the scheduler got it, "max_tokens",
+            "hash_ids": for each full block of the prompt a number for its content and all before it}, with
+            the fields of SchedulingParams and n, best_of, beam_width that are not at their defaults, and
+            "in_flight": true if a step was being computed,
+        ended: [[request_id, reason, in_flight, how many of `arrivals` came before]] for each request that was
+            ended from outside in that time,
         scheduled: [[request_id, num_computed_tokens, num_scheduled_tokens]],
-        preempted: [request_id] by this step's planning,
-        finished: {"id", "reason", "output": tokens, "hash_ids": of the full blocks after those of the
-            prompt} since the previous record, whatever ended them,
+        preempted: [request_id] for each request that this step's planning preempted,
+        finished: [{"id", "reason", "output": number of tokens, "hash_ids": for the full blocks after those of
+            the prompt}] for each request that has ended since the previous record, for whatever reason,
         end (s, when the step was done), num_free_blocks, num_running, num_waiting.
     That is enough to make every call of the scheduler again: see benchmarks/simulator/replay.py. Choices with
     rows of their own have ids of their own in scheduled, preempted, ended and finished.
 
     Args:
         path: the file to append to; None: records are kept in memory.
-        block_size: of the blocks that `hash_ids` stand for.
-        clock: the scheduler's.
-        engine: what a replay needs to know of the engine: configuration, limits, KV groups.
+        block_size: tokens per block that one of `hash_ids` stands for.
+        clock: the scheduler's clock.
+        engine: what a replay needs to know of the engine: configuration, limits, KV groups. None: no header
+            is written.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ class BlockTransfers:
 
     @property
     def lost_loads(self) -> list[int]:
-        """Returns the loads that the runner will never report after a failed step: they had not begun, or
-        their report was lost with the step."""
+        """Returns the ids of the loads that the runner will never report after a failed step: they had not
+        begun, or their report was lost with the step."""
         if self.tiers is None:
             return []
         planned = {load.load_id for load in self._loads}
@@ -128,8 +128,9 @@ class BlockTransfers:
         """Processes the end of a load.
 
         Returns:
-            The request, which may have ended meanwhile, and whether all its blocks are valid. If not, the
-            caller must free its block table; the request is then computed without the tiers.
+            The request, and whether all its blocks are valid. If they are not, or if the request has ended
+            meanwhile, the caller must free its block table. After invalid blocks the request is computed
+            without the tiers.
         """
         request, keys, gain = self._under_way.pop(load_id)
         self._loading_keys.difference_update(keys)
@@ -174,7 +175,7 @@ class BlockTransfers:
         """Plans to swap the request's blocks out to the host tier if `should_swap` says so and the tier has
         room; returns whether it did.
 
-        Blocks that may stay in the pool are saved as well.
+        It saves all the request's blocks, even those that others may keep in the pool.
         """
         if self.tiers is None or not request.uses_tiers or not request.num_computed_tokens:
             return False
@@ -218,7 +219,7 @@ class BlockTransfers:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether blocks are still to be moved or under way."""
+        """Returns whether blocks are to be moved or are being loaded."""
         return bool(self._saves or self._loads or self._under_way)
 
     def _with_swapped(self, prefix: CachedPrefix, swapped: SwappedBlocks) -> CachedPrefix:

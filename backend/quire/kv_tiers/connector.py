@@ -24,7 +24,7 @@ class BlockAccess(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys, values and scales of every layer in its group."""
+        """Bytes of one block: what every layer in its KV group keeps there, scales included."""
 
     def read(self, block_ids: list[int], out: BlockArray) -> None:
         """Copies blocks out of the pool. On return, `out` [len(block_ids), block_bytes] holds them."""
@@ -47,8 +47,8 @@ class KVConnector(ABC):
 
     Threads: any thread may call any method at any time, also while another call is under way; only `close` is
     called last and once. The engine's and the runner's threads call `contains`, `save`, `touch`, `prefetch`,
-    `drop`, `clear` and `stats` while a step waits, so they must not access a network or a disk. The transfer
-    thread calls `load`, which may be slow.
+    `drop`, `clear` and `stats` while a step waits, so these methods must not access a network or a disk. The
+    transfer thread calls `load`, which may be slow.
 
     Failures: a method may raise. `KVTiers` counts the failure, treats it as a miss and neither loads from the
     store nor saves to it for a few seconds. So a lost store costs only recomputation.

@@ -1,7 +1,7 @@
 """fingerprint: decides whether this process may use another process's KV blocks.
 
-Two engines have the same fingerprint if they would fill a block of the same tokens with the same bits. Every
-configuration key counts unless it is known not to change the bits. So an overlooked key at worst separates
+Two engines have the same fingerprint only if they would fill a block of the same tokens with the same bits.
+Every configuration key counts unless it is in HARMLESS_KEYS. So an overlooked key at worst separates
 equal blocks, which costs recomputation.
 """
 
@@ -35,7 +35,8 @@ HARMLESS_KEYS = frozenset({
     # Their weights are part of what blocks are found by.
     "lora_modules", "lora_root", "max_cpu_loras", "max_loras",
 })  # fmt: skip
-"""Configuration keys that are known not to change a block of given tokens; all others may."""
+"""Configuration keys that the fingerprint leaves out. Some are known not to change a block of given tokens;
+the effect of the others is in the runner's `kv_identity`, or in the keys of blocks."""
 
 
 def needs_fingerprint(cache: CacheConfig) -> bool:

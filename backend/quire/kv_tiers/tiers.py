@@ -98,7 +98,7 @@ class _Tier:
 
 
 class _Rate:
-    """Bytes per second over the latest transfers, weighted by their size."""
+    """Bytes per second: the bytes of all transfers over their seconds, of which earlier ones count less."""
 
     def __init__(self) -> None:
         self._num_bytes = self._seconds = 0.0
@@ -115,7 +115,8 @@ class KVTiers:
 
     The engine's thread calls the scheduler's half: `contains`, `touch`, `can_pin`, `is_loading`, `prefetch`,
     `drop`, `clear`, `stats`. The runner's thread, which may be another one, calls `save`, `start_load` and
-    `poll`. Neither waits for a disk or a network: a separate thread carries out loads and prefetches.
+    `poll`; the engine's thread calls `poll` as well while nothing is computed. Neither waits for a disk or a
+    network: a separate thread carries out loads and prefetches.
 
     Pinned blocks (of swapped requests) are only in the host tier. Each has its own key, which is saved once
     and dropped once, in either order; so a plan carried out after its request has gone leaves nothing behind.
@@ -190,9 +191,9 @@ class KVTiers:
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Touches these blocks in all tiers, and begins to copy those from slower tiers that the host tier
-        lacks into it, after all loads. Without a host tier, passes on the hint to each store for the blocks
-        that the first store lacks."""
+        """Touches these blocks in all tiers. The transfer thread then copies the ones that the host tier
+        lacks into it from slower tiers, after all loads. Without a host tier, passes on the hint to each
+        store for the blocks that the first store lacks."""
         self.touch(keys)
         wanted = [key for key in keys if not self._tiers[0].contains(key)]
         if self._host is None:
@@ -249,8 +250,9 @@ class KVTiers:
     def save(self, saves: Sequence[KVSave]) -> None:
         """Copies blocks out of the pool, where they may be overwritten as soon as this returns.
 
-        Pinned blocks go to the host tier only and are there on return. Others go to all tiers if any tier
-        lacks them; a tier that rests is left out, and a slow tier whose queue is full skips them.
+        Pinned blocks go to the host tier only and, if it has room, are there on return. Others go to all
+        tiers if any tier lacks them; a tier that rests is left out, and a slow tier whose queue is full skips
+        them.
         """
         wanted = [save for save in saves if save.pinned or not all(t.contains(save.key) for t in self._tiers)]
         rows = len(self._save_buffer)

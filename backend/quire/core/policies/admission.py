@@ -1,4 +1,5 @@
-"""Admission: decides whether to accept a request, and sets its default deadlines."""
+"""AdmissionControl: decides whether to accept a request, and sets its default deadlines. DeadlineHeap: finds
+the requests whose deadlines have passed."""
 
 from __future__ import annotations
 
@@ -96,8 +97,8 @@ class AdmissionControl:
         return max(drain, seats)
 
     def predicts(self, request: Request) -> bool:
-        """Returns whether a limit on the predicted time to first token applies to the request. check()
-        ignores it for the engine's own requests."""
+        """Returns whether a limit on the predicted time to first token applies to the request. For the
+        engine's own requests, check() ignores the limits."""
         given = request.scheduling
         limits = (given.ttft_deadline, given.deadline, self._config.max_predicted_ttft_ms or None)
         return any(limit is not None for limit in limits)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from quire.core.request import Request
 
 PROMPT_INTERVAL = 16
-"""With `decode_first`, one in this many steps may compute prompts although requests decode, so that they do
-not wait for the end of all answers."""
+"""With `decode_first`, one in this many steps may compute prompts although requests decode, so that prompts
+do not wait for the end of all answers."""
 
 
 class Phases(NamedTuple):

@@ -31,10 +31,11 @@ OUTPUT_WEIGHT = 2
 class QueuePolicy(ABC):
     """Holds the waiting requests, each from push() to remove().
 
-    The first push gives a request its `rank`: (key, arrival sequence number). The rank never changes; a
-    smaller one is served earlier. Preempted requests return to the place of their rank, and the rank decides
-    which request is preempted. Without another rule the key is 0, so that ranks follow the order of arrival
-    at the engine. Among equal keys, requests from an engine that died come first.
+    The first push gives a request its `rank`: (key, arrival sequence number). The rank never changes. A
+    smaller one is served earlier, unless the policy says otherwise. Preempted requests return to the place of
+    their rank, and the rank decides which request is preempted. Without another rule the key is 0, so that
+    ranks follow the order of arrival at the engine. Among equal keys, requests from an engine that died come
+    first.
 
     The scheduler must also call on_admitted() for each request that begins to run, after it was removed and
     its cached prefix is known; on_left() for each request that stops running; and on_tokens() for the tokens
@@ -194,8 +195,9 @@ class PriorityQueue(FCFSQueue):
     With ageing_s = 0 the key is the class, and a class starves while more urgent requests keep the engine
     full.
 
-    may_preempt(w, r) holds if w is of a more urgent class and of smaller rank. Both are strict orders, so
-    this is one. If only such a w preempts a request, or for memory only one of smaller rank, there is
+    may_preempt(w, r) holds if w is of a more urgent class and of smaller rank. Both relations are strict
+    orders, so both together are one. If r is preempted only by such a w or, for memory, by a request of
+    smaller rank, there is
     - no livelock: the unfinished request of smallest rank is never preempted, so it ends;
     - no starvation with ageing: a request that arrives more than 200 * ageing_s after r has a larger rank
     than r (classes are in [-100, 100]). So finitely many are ever ahead of r, and r becomes the one of
@@ -242,7 +244,7 @@ class ShortestFirstQueue(FCFSQueue):
     choices.
 
     `ageing_s` seconds of waiting count as much as TOKENS_PER_AGEING tokens, so no request starves; with 0
-    some may.
+    some may starve.
     """
 
     def _key(self, request: Request) -> float:
@@ -259,9 +261,9 @@ class LongestPrefixQueue(FCFSQueue):
     requests.
 
     Requests that have waited `ageing_s` go before all others of their window, in order of arrival, so none
-    starves; with 0 some may. Beyond FCFS, candidates() costs the sort of each window it reaches and at most
-    PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. The oldest look-ups are renewed first,
-    so in the first window no prefix length is older than two calls.
+    starves; with 0 some may starve. Beyond FCFS, candidates() costs the sort of each window it reaches and at
+    most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. The oldest look-ups are renewed
+    first, so in the first window no prefix length is older than two calls.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -27,7 +27,7 @@ class RankedRequests:
         return index < len(self._requests) and self._requests[index] is request
 
     def push(self, request: Request) -> None:
-        """Adds a request that is not in the list; its rank must not change while it is."""
+        """Adds a request that is not in the list; its rank must not change until it is removed."""
         index = bisect.bisect_left(self._ranks, request.rank)
         assert self._ranks[index : index + 1] != [request.rank], request
         self._ranks.insert(index, request.rank)

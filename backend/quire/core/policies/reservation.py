@@ -12,8 +12,8 @@ from quire.config import SchedulerConfig
 from quire.core.request import FinishReason, Request
 
 BlocksFor = Callable[[Request, int], int]
-"""Returns the blocks that one sequence of a request still needs to hold a number of tokens; all of them if it
-waits."""
+"""Returns the number of blocks that one sequence of a request still needs to hold a number of tokens. For a
+waiting request, that is all of its blocks."""
 
 WINDOW = 1000
 """predicted: number of ended requests whose output lengths are kept."""
@@ -91,7 +91,8 @@ class Reservation(ABC):
         """Admits the candidate if it fits or is `alone`; returns whether it did."""
 
     def _needed(self, request: Request, num_tokens: int) -> int:
-        """Returns the blocks still needed for `num_tokens` tokens in each of the request's sequences."""
+        """Returns the number of blocks still needed for `num_tokens` tokens in each of the request's
+        sequences."""
         slots = num_tokens if num_tokens < self._max_slots else self._max_slots
         needed = self._blocks_for(request, slots)
         if request.num_sequences > 1:
@@ -100,8 +101,8 @@ class Reservation(ABC):
         return needed
 
     def _needed_now(self, request: Request) -> int:
-        """Returns the blocks still needed for the request's known tokens and one more, in each of its
-        sequences."""
+        """Returns the number of blocks still needed for the request's known tokens and one more, in each of
+        its sequences."""
         num_tokens = len(request.token_ids)
         if num_tokens < request.plain_decode_until and request.num_sequences == 1:
             return 0  # as of nearly all running requests, which are asked in every step with a queue
@@ -239,7 +240,7 @@ class Predicted(Reservation):
         grows per step until then.
 
         Args:
-            now: blocks it lacks for its known tokens and one more.
+            now: number of blocks that it lacks for its known tokens and one more.
         """
         num_tokens, last = len(request.token_ids), self._most_tokens(request)
         remaining = self._remaining(num_tokens - request.num_prompt_tokens, last + 1 - num_tokens)

@@ -45,7 +45,7 @@ class Tenants:
     All methods are O(1). The scheduler calls check_arrival for each request that does not come from a dead
     engine, and on_arrival for each that is queued; on_admitted when it begins to run and on_left when it
     stops running; on_waiting when it returns to the queue and on_not_waiting when it ends there; on_tokens
-    for each output token.
+    for its output tokens.
 
     Args:
         named: the configuration key `tenants`.
@@ -76,8 +76,8 @@ class Tenants:
 
         Raises:
             UnavailableError: the tenant's quota is used up, or its limit of waiting requests is reached;
-                names the tenant and the limit. `retry_after_s` is when the bucket holds a token again, if
-                nothing more is charged until then.
+                names the tenant and the limit. For a quota, `retry_after_s` is the time until the bucket
+                holds a token again, if nothing more is charged until then.
         """
         tenant = request.scheduling.tenant
         limits = self._limits_of(request)
