@@ -31,7 +31,7 @@ class RunnerBase(Protocol):
         """Does the work that must precede requests, such as recording graphs."""
 
     def check(self) -> None:
-        """Raises WorkerLostError if no worker is left to compute."""
+        """Raises WorkerLostError if a worker process has ended, so that no step can be computed any more."""
 
     def close(self) -> None: ...
 

@@ -30,7 +30,7 @@ _RESERVED = frozenset(
 
 
 def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request parameters that name fields of ours, and the values of forwarded headers, by precedence.
+    """Request parameters that are to name fields of ours, and the values of forwarded headers by precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
     lower case. Other forwarded headers are left out; their hyphens tell them from our fields. HTTP generate
@@ -115,7 +115,8 @@ def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
 
 
 def wants_no_token(*sources: dict[str, Any]) -> bool:
-    """Whether `max_tokens` is 0 in the first of `sources` that states it. Every 0 is changed to 1 in place.
+    """Whether `max_tokens` (or `max_new_tokens`) is 0 in the first of `sources` that states it. Every 0 is
+    changed to 1 in place.
 
     The engine always generates a token, which costs nothing beside the prompt.
     """

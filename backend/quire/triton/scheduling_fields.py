@@ -64,7 +64,8 @@ def parse_scheduling_params(
         sources: mappings of a name of SCHEDULING_FIELDS (or ALIASES) to its raw value, most specific first
             (typed tensors, JSON object, request parameters, headers). A value of None means "not given".
         arrived_at: CLOCK_MONOTONIC seconds from which deadlines count.
-        timeout_us: Triton's own timeout of the request, microseconds; 0: none.
+        timeout_us: Triton's own timeout of the request, microseconds; 0: none. The shorter one of it and
+            `deadline_ms` is the deadline.
         correlation_id: Triton's sequence id; names the session where no source does. Empty: none.
         sequence_end: Triton's flag that this is the sequence's last request; used with `correlation_id`.
 

@@ -53,7 +53,8 @@ class CancellationPolls:
         """Polls up to SENDS_PER_PASS of the requests that are due, the longest due first, and ends those that
         their clients have cancelled.
 
-        A request whose steps are long is polled about once a step, as blocks are freed only between steps.
+        The time between the latest two responses of a request, up to MAX_POLL_S, is also the least time
+        between two polls of it: blocks are freed only between steps.
 
         Returns:
             The polled requests that are not cancelled.

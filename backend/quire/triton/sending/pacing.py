@@ -2,9 +2,9 @@
 
 A response is a round trip to the server, whatever it holds. Two things bound how many there can be: the one
 thread of a frontend that sends them, and, where the engine computes on the CPU, the cores that it shares with
-the frontend, the server and often the client. The recent
-cost of a response and the number of streams give the shortest time between two responses of a stream. Tokens
-that arrive in between are merged. One stream alone, or a few slow ones, get one response per token.
+the frontend, the server and often the client. The recent cost of a response and the number of streams give
+the shortest time between two responses of a stream. Tokens that arrive in between are merged. One stream
+alone, or a few slow ones, get one response per token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 
 SENDS_PER_PASS = 16
-"""Responses sent before the engine's socket is looked at again: about 2.5 ms."""
+"""Most responses sent before the engine's socket is looked at again: about 2.5 ms. Polls, retries and replays
+have the same limit."""
 SEND_SHARE = 0.6
 """Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
 CPU_SHARE = 0.03
@@ -21,7 +22,7 @@ PATH_FACTOR = 3.0
 """CPU seconds of a response's whole path (server, stub, a client on the machine) for each CPU second of the
 sending thread."""
 MAX_INTERVAL_S = 0.25
-"""Longest time that a stream with something to send must wait, in seconds."""
+"""Longest interval that `Pace` sets between two responses of a stream, in seconds."""
 MAX_PERIOD_S = 0.1
 """Cap on a measured time between two steps, in seconds."""
 _MEMORY = 0.98
