@@ -22,8 +22,8 @@ _CUDA, _FLOAT, _BITS = 2, 2, 32
 
 
 class _DLTensor(ctypes.Structure):
-    """DLPack's DLTensor, version 0.8 (https://dmlc.github.io/dlpack/latest/c_api.html): the content of capsules
-    named "dltensor"."""
+    """DLPack's DLTensor, version 0.8 (https://dmlc.github.io/dlpack/latest/c_api.html). Capsules named
+    "dltensor" hold one."""
 
     _fields_: ClassVar = [
         ("data", ctypes.c_void_p),

@@ -142,7 +142,7 @@ class TokenDecoder:
         return text if self.clean_up is None else self.clean_up(text)
 
     def text_of(self, token_id: int) -> str:
-        """Text of a token, also of a special one. With byte fallback, this is what it adds after other tokens.
+        """Text of a token, also of a special one. With byte fallback, it is what the token adds to a text.
 
         The text is empty beyond the vocabulary. Bytes that are a part of a character become U+FFFD.
         """
