@@ -142,8 +142,8 @@ class EngineConnection:
             messages.append(engine_message_decoder.decode(frame))
 
     def close(self, *, goodbye: bool) -> None:
-        """Closes the socket and the descriptor once; later calls do nothing, since another file may have the
-        number by then."""
+        """Closes the socket and the descriptor, with `goodbye` after a Goodbye to the engine. Later calls do
+        nothing, since another file may have the descriptor's number by then."""
         if self.pidfd < 0:
             return
         if goodbye:

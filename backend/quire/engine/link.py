@@ -175,7 +175,7 @@ class EngineLink:
         return self._overdue_at + THAWED_S if self._overdue_at else self._due_of(self._connection)
 
     def check(self) -> None:
-        """Kills the engine if all calls in the last THAWED_S seconds and this one found it overdue."""
+        """Kills the engine once calls have found it overdue for THAWED_S seconds without a break."""
         now, connection = time.monotonic(), self._connection
         if connection is None or now <= self._due_of(connection):
             self._overdue_at = 0.0

@@ -135,7 +135,7 @@ class EngineLoop:
         self.heartbeat: Heartbeat | None = None
         """The heartbeat that the loop writes; None: it writes none."""
         self._owes_stats = True
-        """Whether the engine's state has changed since the last stats were sent to the frontends."""
+        """Whether the engine's state may have changed since the last stats were sent to the frontends."""
         self._first_frontend_by = math.inf
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)

@@ -151,7 +151,8 @@ def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
     """Adds vllm_backend's list of adapters to `lora_modules` where adapters are on, and resolves paths.
 
     A relative path of an adapter begins in the version directory. If nothing is there, it begins in the
-    directory in which the server was started, as in vllm_backend. `lora_root` begins in the former.
+    directory in which the server was started, as in vllm_backend. A relative `lora_root` always begins in the
+    version directory.
     """
     modules = values.get("lora_modules") or {}
     if isinstance(modules, str):

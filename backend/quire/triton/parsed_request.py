@@ -46,7 +46,7 @@ class ParsedRequest:
     milliseconds that the responder's other requests should not wait for."""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
-    """CLOCK_MONOTONIC seconds."""
+    """When the request was read, in CLOCK_MONOTONIC seconds."""
     form: str = "quire"
     """Form of the output tensors: "batched" with TensorRT-LLM's ranks, else the dialect of the model."""
     hides_logprobs: bool = False
@@ -62,7 +62,7 @@ class ParsedRequest:
     skips_empty: bool = False
     """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
     labels: tuple[str, ...] = ()
-    """Label of each score, if scores are wanted."""
+    """Label of each score; empty: tokens are wanted, or the model has no scores."""
     others: list[ParsedRequest] = field(default_factory=list)
     """The second and further prompts of a request with several, each as a request of its own."""
     echo: str = ""

@@ -55,7 +55,8 @@ _MOST_ENTRIES = {
 }
 _EMBEDS = ("image_embeds", "prompt_embeds")
 _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
-"""Most elements of these inputs for each token of the longest prompt; embeddings have a row for each."""
+"""Most elements of an input for each token of the longest prompt, by the input's name. Embeddings are not listed:
+they have a row for each token."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class RawRequest:
     external_id: str
     requested_outputs: frozenset[str]
     arrived_at: float = 0.0
-    """CLOCK_MONOTONIC seconds; deadlines count from here."""
+    """When the request was read, in CLOCK_MONOTONIC seconds; deadlines count from here."""
     timeout_us: int = 0
     """Triton's request timeout, in microseconds; 0: none."""
     correlation_id: str = ""

@@ -30,7 +30,7 @@ _RESERVED = frozenset(
 
 
 def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request parameters that are to name fields of ours, and the values of forwarded headers by precedence.
+    """Request parameters without Triton's own and forwarded headers; values of HEADERS by precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
     lower case. Other forwarded headers are left out; their hyphens tell them from our fields. HTTP generate
@@ -134,10 +134,11 @@ def wants_no_token(*sources: dict[str, Any]) -> bool:
 
 
 def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Request parameters in which a text of `stop` or `bad_words` that is a JSON list of strings is a list.
+    """Returns the request parameters, in which JSON lists of strings for `stop` or `bad_words` are parsed.
 
-    Request parameters carry only scalars, so this is their way to a list. In other sources a list can be
-    given as such, so a text there is one string. "[INST]" and "[1]" are no JSON lists of strings, and stay.
+    Request parameters carry only scalars, so a list has to be written as JSON text. In other sources a list
+    can be given as such, so a text there is one string. "[INST]" and "[1]" are no JSON lists of strings, and
+    stay texts.
     """
     return {name: _spelled_list(name, value) for name, value in parameters.items()}
 

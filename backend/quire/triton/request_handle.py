@@ -80,7 +80,7 @@ class RequestHandle:
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
     """W3C trace contexts: of the caller, and of Triton's own span; each empty where there is none."""
     _error: Any | None = None
-    """The response that ends the request, where it could not be sent yet."""
+    """The error that ends the request, sent or not; None: `send_error` was not called."""
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -103,7 +103,8 @@ class RequestHandle:
 
     @property
     def first_sent_at(self) -> float:
-        """Time of the request's first response, CLOCK_MONOTONIC seconds; 0: there was none."""
+        """Time of the request's first response that is no error, CLOCK_MONOTONIC seconds; 0: none was sent
+        yet."""
         return min(self._first_sent.values(), default=0.0)
 
     def is_cancelled(self) -> bool:

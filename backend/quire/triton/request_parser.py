@@ -397,7 +397,8 @@ class RequestParser:
         listed. Whether an adapter that is not listed exists is for the engine to say.
 
         Raises:
-            InvalidArgumentError: the adapter is not listed, and the dialect is vllm_backend's; in its words.
+            InvalidArgumentError: the adapter is not listed, and the dialect is vllm_backend's, as is the
+                message.
         """
         found = next((one for one in info.adapters if one.name == name), None)
         if name and found is None and self.config.dialect == "vllm":
@@ -656,7 +657,8 @@ def _streams(control: Mapping[str, Any]) -> bool:
 
 
 def _together(rows: list[ParsedRequest]) -> ParsedRequest:
-    """Joins the rows of a Triton batch into one request with several prompts.
+    """Joins the rows of a Triton batch into one request with several prompts. Of cancellations, the first row
+    is the request.
 
     Raises:
         InvalidArgumentError: the rows differ in a setting that all must share (such as `stream`), a row has

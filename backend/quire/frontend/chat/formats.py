@@ -169,7 +169,7 @@ class ChatParsing:
         """Returns `params` with `thinking` set to the tokens of the reasoning tags, for `thinking_budget`.
 
         Raises:
-            InvalidArgumentError: the answer has no reasoning that is known as such.
+            InvalidArgumentError: there are no chat messages, or the model has no reasoning format.
         """
         if chat is None or not self.reasoning:
             raise InvalidArgumentError(

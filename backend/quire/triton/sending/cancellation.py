@@ -19,7 +19,7 @@ logger = logging.getLogger("quire")
 CANCEL_POLL_S = 0.1
 """Shortest time between two polls of a request, in seconds."""
 MAX_POLL_S = 0.25
-"""Limit in seconds up to which long steps extend the time between two polls of a request."""
+"""Limit in seconds up to which the time between a request's responses extends the time between its polls."""
 MAX_POLL_SHARE = 0.02
 """Share of the thread's time that cancellation polls may use. With many requests the period grows to keep
 it."""

@@ -139,8 +139,8 @@ class Ends:
         self._report(handle, handle.finish_reason)
 
     def retry(self, *, final: bool = False) -> None:
-        """Retries the errors that could not be sent and are due, the longest due first, SENDS_PER_PASS of them
-        at most. When the last retry fails, the request is given up, and an error is logged.
+        """Retries up to SENDS_PER_PASS of the errors that could not be sent and are due, the longest due
+        first. When the last retry fails, the request is given up, and an error is logged.
 
         Args:
             final: retries all of them a last time, whether due or not, because the thread ends.

@@ -47,7 +47,8 @@ class Pace:
         """Running average of the time between the outputs of two steps, in seconds."""
 
     def charge(self, num_responses: int, seconds: float, cpu_seconds: float) -> None:
-        """Adds a measurement: `num_responses` took the sending thread this much wall-clock and CPU time."""
+        """Adds a measurement: `num_responses` took the sending thread `seconds` of wall-clock time and
+        `cpu_seconds` of CPU time."""
         self._num_responses = _MEMORY * self._num_responses + num_responses
         self._seconds = _MEMORY * self._seconds + seconds
         self._cpu_seconds = _MEMORY * self._cpu_seconds + cpu_seconds

@@ -90,7 +90,8 @@ class Sender:
         with the error UNAVAILABLE.
 
         Args:
-            choice: the choice, which the queue counts as a stream until its last response; None: it does not.
+            choice: the choice; the queue counts it as a stream until its last response. None: nothing is
+                counted.
             response: the response, if it is made already; None: it is made here.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
