@@ -164,8 +164,8 @@ class EngineClient:
 
     def receive(self) -> list[Answer]:
         """Returns the answers that have arrived. After the last answers of an engine that died come
-        `EngineLost` and errors for the commands that only it had not answered. Later calls return
-        `EngineGone` if no engine can be started, and `EngineReplaced` once one was."""
+        `EngineLost` and the results of the commands for which only its answer was missing. Later calls
+        return `EngineGone` if no engine can be started, and `EngineReplaced` once one was."""
         answers: list[Answer] = []
         for link in self.links:
             for answer in link.receive():

@@ -458,7 +458,8 @@ class EngineCore:
 
     def warm_up(self) -> None:
         """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. If
-        blocks have more than three tokens, none is filled, so nothing stays in the cache.
+        blocks have more than three tokens, none is filled, so nothing stays in the cache. Raises EngineError
+        if a step fails.
 
         On a device with graphs, steps of all sizes are recorded before that. Kernels are tuned only during
         this recording; a step recorded afterwards would keep untuned defaults for shapes that were not timed.

@@ -1,6 +1,6 @@
-"""DeviceArray: an array on a GPU handed from a frontend to the engine by CUDA IPC, never through main memory.
+"""DeviceArray: an array on a GPU handed from a frontend to the engine by CUDA IPC, not through main memory.
 
-Not run on a GPU where this was written: tests drive it with a stand-in for the CUDA runtime over main memory.
+It has not run on a GPU: tests drive it with a stand-in for the CUDA runtime over main memory.
 The frontend has no torch, so it reads the tensor by the DLPack structure and copies it, on the device, into
 an allocation of its own: Triton takes its memory back when `execute` returns, and IPC shares allocations.
 """

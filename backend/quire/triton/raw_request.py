@@ -55,8 +55,8 @@ _MOST_ENTRIES = {
 }
 _EMBEDS = ("image_embeds", "prompt_embeds")
 _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
-"""Most elements of an input for each token of the longest prompt, by the input's name. Embeddings are not listed:
-they have a row for each token."""
+"""Most elements of an input for each token of the longest prompt, by the input's name. Embeddings are not
+listed: they have a row for each token."""
 
 
 @dataclass(slots=True)

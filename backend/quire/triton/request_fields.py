@@ -30,7 +30,8 @@ _RESERVED = frozenset(
 
 
 def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request parameters without Triton's own and forwarded headers; values of HEADERS by precedence.
+    """Returns the request parameters that may be fields of ours, and the values of forwarded headers that are
+    in HEADERS, in the order of precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
     lower case. Other forwarded headers are left out; their hyphens tell them from our fields. HTTP generate
