@@ -234,7 +234,9 @@ class EngineCore:
         return self._num_failures >= MAX_FAILED_STEPS
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
-        """Plans and launches a step, processes the oldest step in flight, and returns its outputs.
+        """Plans and launches a step. Once `executor.depth` steps are in flight, processes the oldest of them;
+        after a plan without rows, all of them. Returns their outputs, and the last outputs of requests whose
+        deadlines have passed or whose adapters cannot be read.
 
         Args:
             meanwhile: called while another thread computes, with the future of its work. It may add and abort

@@ -168,8 +168,8 @@ COMMANDS = ("cancel_external", "control")
 
 
 class MessageHeader(msgspec.Struct):
-    """Type and ids of a message, as far as they are readable, so that even an invalid message can be
-    answered."""
+    """Type and ids of a message; empty: the message has none. It can be decoded from many messages that are
+    invalid otherwise, so that these are answered."""
 
     type: str = ""
     request_id: str = ""

@@ -64,8 +64,8 @@ class RawRequest:
     """Copy of a Triton request; only sizes are checked, and the encoding of all texts but the tensors."""
 
     tensors: dict[str, list[Any]]
-    """Input name to its elements, flat; BYTES elements are `bytes`. Embeddings have no elements
-    here."""
+    """Input name to its elements, flat; BYTES elements are `bytes`. The rows of embeddings
+    are in `embeds`."""
     shapes: dict[str, tuple[int, ...]]
     parameters: str
     external_id: str

@@ -161,6 +161,7 @@ class RequestParser:
         Raises:
             InvalidArgumentError: a field is wrong; the message names the field and its limit.
             UnavailableError: the process that checks grammars fails.
+            EngineError: CUDA fails for embeddings on a GPU.
         """
         if not self.batched:
             return self._parse(raw)
@@ -556,7 +557,8 @@ class _PromptLimits(NamedTuple):
         return self.max_model_len - (not self.is_pooled)
 
     def check(self, token_ids: list[int]) -> None:
-        """Raises InvalidArgumentError for a prompt that the model cannot take."""
+        """Raises InvalidArgumentError for a prompt that is empty or too long, or that has token ids outside
+        the vocabulary."""
         check_prompt(token_ids, **self._asdict())
 
 

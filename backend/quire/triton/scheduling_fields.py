@@ -36,8 +36,8 @@ SCHEDULING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
 """Names of all scheduling fields, the same as a tensor, in JSON and as a request parameter."""
 
 ALIASES: dict[str, str] = {"priority": "request_priority"}
-"""Our name by that of other backends. Only `sampling_parameters` may use these, as Triton has a request
-parameter of its own with this name."""
+"""Our name of a field, by other backends' name of it. Only `sampling_parameters` may use theirs, as Triton
+has a request parameter of its own with this name."""
 
 HEADERS: dict[str, str] = {
     "x-quire-tenant": "tenant",
