@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 MAX_ADAPTERS = 1024
-"""Most adapters that an engine knows."""
+"""Number of adapters at which an engine refuses to load more by command."""
 READ_WAIT_S = 0.01
 """Seconds that an engine with nothing to compute waits for weights before it looks for messages again."""
 MAX_PENDING = 64

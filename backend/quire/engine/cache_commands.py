@@ -41,7 +41,8 @@ class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="health"):
-    """Checks that steps are computed; an idle engine computes a token of its own.
+    """Asks for the number of finished steps, which grows between two such commands in a healthy engine: an
+    idle one that is awake computes a token of its own.
 
     The answer contains nothing of the cache, so this is allowed even if cache commands are not.
     """
@@ -92,7 +93,8 @@ class LoadAdapter(
     """Loads a LoRA adapter; the answer comes when requests may name it.
 
     An adapter of the same name and content is kept, and gets the new path. One of other content is replaced;
-    the command fails (UnavailableError) while requests use it, or while it is being unloaded.
+    the command fails (UnavailableError) while requests use it. It also fails while an adapter of this name is
+    being unloaded.
     """
 
     name: _AdapterName

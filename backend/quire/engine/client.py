@@ -99,7 +99,7 @@ class EngineClient:
 
     def _choose_link(self) -> EngineLink:
         """Returns the link for a new request: the one with the fewest open requests among those with an
-        engine."""
+        engine or, if none has an engine, among all."""
         return min(self.links, key=lambda link: (not link.is_up, len(self._requests[link])))
 
     def link_of(self, request_id: str) -> EngineLink | None:
@@ -130,7 +130,7 @@ class EngineClient:
         the next one. Any other command needs all engines, and if one is missing, none gets it.
 
         Raises:
-            UnavailableError: as `send`.
+            UnavailableError: an engine that must get the command is not running; as `send`.
         """
         is_cancel = isinstance(message, CancelByExternalId)
         up = [link for link in self.links if link.is_up]
@@ -154,18 +154,18 @@ class EngineClient:
 
     @property
     def next_check(self) -> float:
-        """When `check` must be called next; inf: not before something is sent."""
+        """When `check` must be called next, in CLOCK_MONOTONIC seconds; inf: not before something is sent."""
         return min(link.next_check for link in self.links)
 
     def check(self) -> None:
-        """Kills engines that are overdue."""
+        """Kills engines that are overdue, as `EngineLink.check` does."""
         for link in self.links:
             link.check()
 
     def receive(self) -> list[Answer]:
         """Returns the answers that have arrived. After the last answers of an engine that died come
-        `EngineLost`, the results of its commands, and then `EngineReplaced`, `EngineGone`, or one after the
-        other."""
+        `EngineLost` and the results of the commands for which only its answer was missing. Later calls
+        return `EngineGone` if no engine can be started, and `EngineReplaced` once one was."""
         answers: list[Answer] = []
         for link in self.links:
             for answer in link.receive():

@@ -35,7 +35,7 @@ CONNECT_ATTEMPTS = 3
 
 
 class EngineEndedError(UnavailableError):
-    """The engine ended before it answered."""
+    """The engine ended before it could be reached or answered."""
 
 
 def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[EngineConnection, EngineInfo]:
@@ -79,6 +79,9 @@ class EngineConnection:
     Args:
         context: the frontend's ZeroMQ context.
         address: the engine to connect to.
+
+    Raises:
+        EngineEndedError: the engine's process has ended.
     """
 
     def __init__(self, context: zmq.Context[Any], address: EngineAddress) -> None:
@@ -139,8 +142,8 @@ class EngineConnection:
             messages.append(engine_message_decoder.decode(frame))
 
     def close(self, *, goodbye: bool) -> None:
-        """Closes the socket and the descriptor once; later calls do nothing, since another file may have the
-        number by then."""
+        """Closes the socket and the descriptor, with `goodbye` after a Goodbye to the engine. Later calls do
+        nothing, since another file may have the descriptor's number by then."""
         if self.pidfd < 0:
             return
         if goodbye:

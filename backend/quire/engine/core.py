@@ -164,9 +164,10 @@ class EngineCore:
         """Queues a request; it takes part in the next step if there is room.
 
         Args:
-            num_deaths: number of engines that died while they had the request. Above 0 the request continues,
+            num_deaths: number of deaths of its engines, as in `AddRequest`. Above 0 the request continues,
                 and no limit of the queue refuses it.
-            outputs: tokens so far of each open choice; None: no output was reported.
+            outputs: tokens so far of each open choice, by its index; None: the request begins, or begins
+                anew.
             adapter: name of the LoRA adapter; empty: none.
             adapter_digest: hexadecimal digest of the adapter's content that a continued request needs; empty:
                 any.
@@ -220,7 +221,8 @@ class EngineCore:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED
     ) -> list[EngineCoreOutput]:
-        """Ends requests in any state; their blocks are free on return."""
+        """Ends requests in any state, and returns their last outputs. Their blocks are released on return,
+        except blocks that a KV tier is still loading."""
         return self.scheduler.abort(request_ids, reason)
 
     @property
@@ -232,7 +234,9 @@ class EngineCore:
         return self._num_failures >= MAX_FAILED_STEPS
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
-        """Plans and launches a step, processes the oldest step in flight, and returns its outputs.
+        """Plans and launches a step. Once `executor.depth` steps are in flight, processes the oldest of them;
+        after a plan without rows, all of them. Returns their outputs, and the last outputs of requests whose
+        deadlines have passed or whose adapters cannot be read.
 
         Args:
             meanwhile: called while another thread computes, with the future of its work. It may add and abort
@@ -247,7 +251,7 @@ class EngineCore:
         continue: the next step drops their rows from the runner.
 
         Raises:
-            WorkerLostError: no worker is left to compute.
+            WorkerLostError: a worker process has ended.
             EngineError: MAX_FAILED_STEPS steps in a row have failed. After this or any other exception the
                 engine is unusable; its requests are still open.
         """
@@ -308,7 +312,7 @@ class EngineCore:
 
     def _fail(self, error: BaseException) -> list[EngineCoreOutput]:
         """Fails the present step and all steps in flight, since each depends on earlier ones; returns the
-        last outputs."""
+        last outputs of their requests."""
         self._num_failures += 1
         steps, oldest = len(self._in_flight), self._in_flight[0]
         request_ids = [row.request_id for row in oldest.scheduled]
@@ -379,8 +383,7 @@ class EngineCore:
         self._rest = self._rest or "the engine is about to sleep"
 
     def sleep(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
-        """Frees the memory of weights and KV cache until `wake`; the process, its threads and its frontends
-        stay.
+        """Frees the memory of weights and KV cache until `wake`; the process and its frontends stay.
 
         Cached prefixes, pins and the host tier are emptied. Blocks on disk or in a connector are found again
         later.
@@ -410,6 +413,9 @@ class EngineCore:
 
         Args:
             meanwhile: called while another thread works, with the future of that work.
+
+        Returns:
+            `seconds` that it took, and `resident_bytes` of this process.
 
         Raises:
             QuireError: the weights cannot be loaded. The engine stays asleep, and `wake` may be tried again.
@@ -454,7 +460,8 @@ class EngineCore:
 
     def warm_up(self) -> None:
         """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. If
-        blocks have more than three tokens, none is filled, so nothing stays in the cache.
+        blocks have more than three tokens, none is filled, so nothing stays in the cache. Raises EngineError
+        if a step fails.
 
         On a device with graphs, steps of all sizes are recorded before that. Kernels are tuned only during
         this recording; a step recorded afterwards would keep untuned defaults for shapes that were not timed.

@@ -1,6 +1,6 @@
-"""DeviceArray: an array on a GPU handed from a frontend to the engine by CUDA IPC, never through main memory.
+"""DeviceArray: an array on a GPU handed from a frontend to the engine by CUDA IPC, not through main memory.
 
-Not run on a GPU where this was written: tests drive it with a stand-in for the CUDA runtime over main memory.
+It has not run on a GPU: tests drive it with a stand-in for the CUDA runtime over main memory.
 The frontend has no torch, so it reads the tensor by the DLPack structure and copies it, on the device, into
 an allocation of its own: Triton takes its memory back when `execute` returns, and IPC shares allocations.
 """
@@ -22,7 +22,8 @@ _CUDA, _FLOAT, _BITS = 2, 2, 32
 
 
 class _DLTensor(ctypes.Structure):
-    """https://dmlc.github.io/dlpack/latest/c_api.html, version 0.8 (capsules named "dltensor")."""
+    """DLPack's DLTensor, version 0.8 (https://dmlc.github.io/dlpack/latest/c_api.html). Capsules named
+    "dltensor" hold one."""
 
     _fields_: ClassVar = [
         ("data", ctypes.c_void_p),
@@ -52,6 +53,7 @@ class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
 
         Raises:
             UnavailableError: the writer is gone.
+            EngineError: another call of CUDA fails.
         """
         cudart = _runtime()
         _check(cudart.cudaSetDevice(self.device))
@@ -69,7 +71,7 @@ class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
 
 
 class DeviceBuffer(EmbedsBuffer):
-    """The writer's side: owns a device allocation with the rows until `close`."""
+    """The writer's side of a DeviceArray: owns a device allocation with the rows until `close`."""
 
     def __init__(self, capsule: Any, limit: int | None = None) -> None:
         """Copies the tensor of a DLPack capsule ("dltensor") on its device.

@@ -22,7 +22,8 @@ class RunnerBase(Protocol):
     def kv_cache(self) -> BlockAccess: ...
 
     def attach(self, tiers: KVTiers | None) -> None:
-        """Sets the KV tiers that blocks move to and from, before the first step; None: there are none."""
+        """Sets the KV tiers that blocks move to and from; None: there are none. Called while no step is in
+        flight."""
 
     def reset(self) -> None:
         """Drops the steps in flight: one has failed, and the requests of all of them end."""
@@ -31,7 +32,7 @@ class RunnerBase(Protocol):
         """Does the work that must precede requests, such as recording graphs."""
 
     def check(self) -> None:
-        """Raises WorkerLostError if no worker is left to compute."""
+        """Raises WorkerLostError if a worker process has ended, so that no step can be computed any more."""
 
     def close(self) -> None: ...
 
@@ -49,7 +50,7 @@ class Runner(RunnerBase, Protocol):
         """Loads the weights again, makes a new `kv_cache`, and warms up; may be called again after a failure.
 
         Raises:
-            QuireError: the checkpoint is gone, or there is not enough memory.
+            QuireError: the checkpoint is gone or has changed, or there is not enough memory.
         """
 
     def collect(self) -> ModelRunnerOutput:

@@ -33,7 +33,8 @@ class Heartbeat:
         self._watchdog_s = watchdog_s
 
     def beat(self, num_tokens: int = 0) -> None:
-        """Records a sign of life, and extends the time limit by the tokens of a step that begins."""
+        """Records a sign of life. The time limit begins anew, and is longer by the tokens of the steps in
+        flight (`num_tokens`)."""
         now = time.monotonic()
         limit_s = self._watchdog_s * (1.0 + num_tokens / TOKENS_PER_LIMIT)
         _BEAT.pack_into(self._memory, 0, now, now + limit_s if limit_s else math.inf)

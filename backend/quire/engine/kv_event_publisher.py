@@ -40,7 +40,8 @@ class KVEventPublisher:
         endpoint: address of the PUB socket. It is bound if it names this machine (a wildcard, loopback, ipc,
             inproc), else connected to, for subscribers that bind.
         replay_endpoint: address of the ROUTER, always bound; empty: no replay.
-        buffer_batches: number of batches kept for replay.
+        topic: first frame of every event message.
+        buffer_batches: most batches that are kept for replay, and most that wait to be sent.
 
     Raises:
         ConfigError: an address cannot be used.
@@ -103,8 +104,8 @@ class KVEventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Sends what is queued and ends the thread, within a second. publish() must not be called
-        afterwards."""
+        """Has the thread send what is queued and end; waits at most CLOSE_TIMEOUT_S. publish() must not be
+        called afterwards."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(CLOSE_TIMEOUT_S)

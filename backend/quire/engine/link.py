@@ -77,7 +77,7 @@ class EngineLink:
     Args:
         connect: connects to a running engine, starting one if necessary. After an engine's death it is called
             on a separate thread.
-        on_stats: called with the engine's statistics about twice a second.
+        on_stats: called with the engine's statistics, about twice a second while they change.
         watchdog_s: seconds that an idle engine may take to read a message; 0: no limit.
 
     Raises:
@@ -99,19 +99,20 @@ class EngineLink:
         self._connection, self.info = connect()
         self._watchdog_s = watchdog_s
         self._sent_at = self._overdue_at = 0.0
-        """When the first message was sent that the engine may not have read, and when it was first seen
-        overdue; 0: neither."""
+        """`_sent_at`: when the oldest message was sent that the engine may not have read, 0: none was sent.
+        `_overdue_at`: when the engine was first seen overdue, 0: it is not. CLOCK_MONOTONIC seconds."""
         self._has_died = False
         """Whether the last `look` found that the engine's process has ended."""
         self._down_reason = ""
         self._next_attempt: float | None = 0.0
-        """When the next start of an engine is attempted; None: never, because it was told to stop."""
+        """When the next start of an engine is attempted, in CLOCK_MONOTONIC seconds; None: never, because the
+        engine was told to stop or no thread can be started."""
         self._num_restarts = 0
         """Number of attempts to start an engine since the latest one that lived for SOUND_S or answered."""
         self._has_answered = False
         """Whether the engine has sent outputs or the result of a command."""
         self._is_hopeless = threading.Event()
-        """Set by the restarting thread when requests should no longer wait for an engine."""
+        """Set when requests should no longer wait for an engine; `_take_over` clears it."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
         """Guards the next engine's connection while it is handed over or closed."""
@@ -168,13 +169,13 @@ class EngineLink:
 
     @property
     def next_check(self) -> float:
-        """When `check` must be called next; inf: not before something is sent."""
+        """When `check` must be called next, in CLOCK_MONOTONIC seconds; inf: not before something is sent."""
         if self._connection is None:
             return math.inf
         return self._overdue_at + THAWED_S if self._overdue_at else self._due_of(self._connection)
 
     def check(self) -> None:
-        """Kills the engine if it is overdue."""
+        """Kills the engine once calls have found it overdue for THAWED_S seconds without a break."""
         now, connection = time.monotonic(), self._connection
         if connection is None or now <= self._due_of(connection):
             self._overdue_at = 0.0
@@ -186,8 +187,8 @@ class EngineLink:
             self._overdue_at = now  # its end takes a moment, or for ever where the kernel holds it
 
     def _due_of(self, connection: EngineConnection) -> float:
-        """Returns when the engine is overdue, in CLOCK_MONOTONIC seconds; inf: it is idle, or has no
-        heartbeat or limit."""
+        """Returns when the engine is overdue, in CLOCK_MONOTONIC seconds; inf: it is idle and has read all
+        messages, or it has no heartbeat or limit."""
         if connection.heartbeat is None:
             return math.inf
         beat, due = connection.heartbeat.read()
@@ -202,7 +203,8 @@ class EngineLink:
 
     def receive(self) -> list[Answer]:
         """Returns the answers that have arrived. After the last answers of an engine that died comes
-        `EngineLost`, and then `EngineReplaced`, `EngineGone`, or one after the other."""
+        `EngineLost`. Later calls return `EngineGone` if no engine can be started, and `EngineReplaced` once
+        one was."""
         if self._connection is None:
             return self._take_over()
         answers: list[Answer] = []

@@ -5,7 +5,7 @@ cancellations do not wait for the end of a step. New requests take part in the n
 
 A frontend (`engine/supervisor.py`) starts it as module `quire.engine.loop` with `--directory DIR`, where
 DIR/config.json holds the configuration. It reports through DIR/state.json (`engine/runtime_directory.py`):
-`ready` with the socket's address, or `failed` with the reason in one line.
+`ready` with the socket's address, `failed` with the reason in one line, or `stopped` after SIGTERM.
 
 The process ends when its last frontend has said goodbye or died, when its tritonserver has ended, on SIGTERM,
 and if no frontend comes in FIRST_FRONTEND_TIMEOUT_S. Frontends and server are watched by pidfds, without
@@ -95,7 +95,7 @@ cycles, so full collections are made rare."""
 
 @dataclass(slots=True)
 class _Owner:
-    """The frontend that sent a request, and the number of its open choices."""
+    """The frontend that sent a request, and the number of the request's open choices."""
 
     identity: bytes
     num_open_choices: int
@@ -127,15 +127,15 @@ class EngineLoop:
         """Profile being recorded, the identity of the frontend that receives it, and the token of its
         command."""
         self._switches: deque[tuple[bytes, str, Sleep | Wake]] = deque()
-        """Commands to sleep or wake that wait until all requests have ended: (frontend's identity, token,
-        command)."""
+        """Commands to sleep or wake that are not carried out yet, the oldest first: (frontend's identity,
+        token, command). A Sleep waits until all requests have ended."""
         self.was_told_to_stop = False
         """Whether SIGTERM ended the engine on purpose; frontends then start no other engine."""
         self._next_stats = self._next_complaint = 0.0
         self.heartbeat: Heartbeat | None = None
         """The heartbeat that the loop writes; None: it writes none."""
         self._owes_stats = True
-        """Whether the engine's state has changed since the last stats were sent to the frontends."""
+        """Whether the engine's state may have changed since the last stats were sent to the frontends."""
         self._first_frontend_by = math.inf
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)
@@ -408,7 +408,7 @@ class EngineLoop:
 
     def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
         """Maps the frontend's shared memory, or copies its array on the device. The frontend may free its
-        memory after the engine's answer."""
+        memory once it has had an output of the request."""
         num_tokens = len(message.prompt_token_ids)
         rows, width = given.embeds.shape
         check_spans(given.spans, num_rows=rows, num_prompt_tokens=num_tokens)

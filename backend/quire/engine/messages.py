@@ -48,10 +48,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     arrival_time: Seconds = 0.0
     embeds: EmbedsMessage | None = None
     num_deaths: int = 0
-    """Number of engines that died while they had the request. Above 0 the request continues, and no limit
-    refuses it."""
+    """Number of deaths of its engines, as `Generation.num_deaths` counts them. Above 0 the request continues,
+    and no limit refuses it."""
     outputs: dict[int, list[int]] | None = None
-    """Tokens so far of each open choice; None: no choice has any, and the request begins anew."""
+    """Tokens so far of each open choice, by its index; None: the request begins, or begins anew."""
     adapter: str = ""
     """Name of the LoRA adapter; empty: none."""
     adapter_digest: str = ""
@@ -128,7 +128,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     """Whether requests may give `image_embeds`."""
 
     pooling: Pooling = Pooling()
-    """How prompts are pooled, and what to."""
+    """How prompts are pooled to embeddings or scores."""
 
     @property
     def embeds_size(self) -> int:
@@ -168,8 +168,8 @@ COMMANDS = ("cancel_external", "control")
 
 
 class MessageHeader(msgspec.Struct):
-    """Type and ids of a message, as far as they are readable, so that even an invalid message can be
-    answered."""
+    """Type and ids of a message; empty: the message has none. It can be decoded from many messages that are
+    invalid otherwise, so that these are answered."""
 
     type: str = ""
     request_id: str = ""

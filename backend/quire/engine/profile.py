@@ -51,7 +51,8 @@ class StepProfile:
         return self._steps_left <= 0 or time.monotonic() >= self.ends_at
 
     def phase(self, name: str, step: int = 0) -> None:
-        """Ends the engine's present phase and begins another; empty: none, the engine looks for messages."""
+        """Ends the engine's present phase and begins the phase `name`; empty: none begins, and the engine
+        looks for messages."""
         now = time.monotonic()
         last, began, of_step = self._phase
         if last:
@@ -155,9 +156,10 @@ class StepProfile:
     def _roofline(self) -> dict[str, Any]:
         """Returns `limits`, `phases` and `computing`.
 
-        `phases` holds for each kind of step: steps, rows, tokens, mean milliseconds of computing, rates and
-        `bound`. `computing` is the share of the time, from the first step to the last, in which the device
-        computed. The rest was spent on the host, or the engine was idle.
+        `phases` holds for each kind of step: steps, rows, tokens, mean milliseconds of computing, rates and,
+        if the device's limits are known, `bound`. `computing` is the share of the time, from the first step
+        to the last, in which the device computed. The rest was spent on the host, or the engine was idle. If
+        the work of the model's steps is not known, `phases` is empty and `computing` 0.
         """
         limits = self._limits
         seconds = sum(kind.seconds for kind in self._kinds.values())

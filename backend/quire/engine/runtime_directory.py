@@ -105,6 +105,7 @@ class RuntimeDirectory:
         Raises:
             TimeoutError: another process held the lock for all of `timeout_s`.
             FileNotFoundError: it does not exist, and `make` is False.
+            ConfigError: it is not of this user alone, or cannot be opened.
         """
         deadline = time.monotonic() + timeout_s
         while True:

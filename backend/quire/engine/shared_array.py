@@ -96,7 +96,8 @@ class EmbedsBuffer:
 
 
 class SharedBuffer(EmbedsBuffer):
-    """The writer's side: holds the memory's descriptor until `close`. Mappings of it outlive that."""
+    """The writer's side of a SharedArray: holds the memory's descriptor until `close`. Mappings of the memory
+    outlive that."""
 
     def __init__(self, array: npt.NDArray[np.float32], limit: int | None = None) -> None:
         """Copies a two-dimensional array: the only copy between the caller's memory and the engine.

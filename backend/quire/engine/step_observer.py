@@ -15,8 +15,8 @@ from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
 class StepObserver:
     """Records steps for a profile, and reports the suspects in the next step and in the steps in flight.
 
-    The engine calls `begin`, `planned`, `collected`, `updated`, `sending` and `end` at these points of a
-    step. Nothing here affects what a step computes.
+    The engine calls `begin`, `planned`, `collected`, `updated`, `sending` and `end`, each at the
+    point of a step that its docstring names. Nothing here affects what a step computes.
 
     Args:
         info: the runner's `RunnerInfo`.

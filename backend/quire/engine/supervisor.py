@@ -125,7 +125,7 @@ class EngineSupervisor:
 
         Raises:
             QuireError: the directory cannot be used, the checkpoint was replaced since this frontend was
-                loaded, or the engine was told to stop.
+                loaded, the engine was told to stop, or `close` was called.
         """
         with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
             self._running(directory)
@@ -136,7 +136,7 @@ class EngineSupervisor:
         Raises:
             CheckpointError: the engine reports why it cannot start (one line), or the checkpoint was replaced
                 since this frontend was loaded.
-            ConfigError: the directory may belong to another user.
+            ConfigError: the directory is not of this user alone.
             EngineStoppedError: this frontend's engine, or the next one at its start, was told to stop
                 (SIGTERM).
             UnavailableError: the engine ended without a report, was not ready within `startup_timeout_s` or
@@ -173,7 +173,12 @@ class EngineSupervisor:
             raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
 
     def _running(self, directory: RuntimeDirectory) -> EngineState:
-        """Returns the state of the running or starting engine, after starting one if there is none."""
+        """Returns the state of the running or starting engine, after starting one if there is none.
+
+        Raises:
+            EngineStoppedError: the engine that this frontend used, or a later one, was told to stop.
+            CheckpointError: as `_start`.
+        """
         self.reap()
         state = directory.read_state()
         if state is not None and state.state == "stopped" and self._address is not None:
@@ -191,7 +196,11 @@ class EngineSupervisor:
 
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
         """Starts an engine process. The process waits until its state is recorded, and ends if this frontend
-        dies before."""
+        dies before.
+
+        Raises:
+            CheckpointError: the checkpoint's files have changed since this frontend was loaded.
+        """
         now = self._checkpoint_state()
         if now and now != self._checkpoint:  # if there is none, the engine says what is missing
             raise CheckpointError(
@@ -302,8 +311,9 @@ def runtime_base() -> Path:
 def sweep(base: Path) -> None:
     """Removes the directories of servers that were killed and could not remove them.
 
-    Skips other users' directories, and those that are locked or used by an engine. This works also for
-    processes that are not visible here (in another container with the same folder).
+    Skips other users' directories, and those that are locked, or used by an engine or a registered frontend.
+    Engines and locks are noticed even if their processes are not visible here (in another container with the
+    same folder).
     """
     for path in base.glob(f"quire-{os.getuid()}-*"):
         found = _NAME.fullmatch(path.name)

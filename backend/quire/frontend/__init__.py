@@ -1,1 +1,2 @@
-"""Processing between token ids and what callers see: text, stop strings, outputs."""
+"""Parts of frontends that do not depend on Triton: text, stop strings, outputs, answers to chat messages,
+checks of grammars, and stores for the result cache."""

@@ -10,7 +10,7 @@ space, as it does there). Tokens pass three stages, each of which holds back wha
    tokens (`<0xE4>`), which the decoders of SentencePiece models turn into U+FFFD as a whole when one byte of
    it is wrong;
 2. `clean_up_tokenization_spaces`, where the tokenizer asks for it;
-3. stop strings: a tail that may be the beginning of one is not sent.
+3. stop strings: a tail that may be the beginning of one is not sent, unless the text keeps its stop string.
 
 `tokenizers.decoders.DecodeStream` is not used: it raises when a later byte makes a byte-fallback run
 invalid, holds everything after an invalid byte, and has no way to release the tail.
@@ -34,8 +34,9 @@ _WINDOW = 12
 _CONTEXT = 4
 """Tokens kept when the window is cut: more than the 3 bytes that an incomplete UTF-8 sequence can have."""
 _MAX_BYTE_RUN = 16
-"""Byte-fallback tokens held back at most. The one deviation from the whole decode: complete characters of a
-longer run are sent and stay, even if a later byte of the same run is invalid."""
+"""Byte-fallback tokens held back at most, if the tokenizer has a sentinel. The one deviation from the whole
+decode: complete characters of a longer run are sent and stay, even if a later byte of the same run is
+invalid."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -141,9 +142,9 @@ class TokenDecoder:
         return text if self.clean_up is None else self.clean_up(text)
 
     def text_of(self, token_id: int) -> str:
-        """Text of a token as it is after other tokens, also of a special one.
+        """Text of a token, also of a special one. With byte fallback, it is what the token adds to a text.
 
-        It is empty beyond the vocabulary. Bytes that are a part of a character become U+FFFD.
+        The text is empty beyond the vocabulary. Bytes that are a part of a character become U+FFFD.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -195,7 +196,7 @@ class TokenDecoder:
 
 
 class IncrementalDetokenizer:
-    """Text of one request's output.
+    """Text of one choice's output, decoded while its tokens arrive.
 
     Args:
         tokenizer: a tokenizer of transformers, a `tokenizers.Tokenizer`, or its TokenDecoder.

@@ -61,16 +61,17 @@ class OutputProcessor:
     engine's death both count the next engine's alone."""
     num_accepted_drafts: int = 0
     seed: int | None = None
-    """Seed of the request's draws, known from the first output of choice 0 and to it alone; None: nothing is
-    drawn, or it is not known."""
+    """Seed of the request's draws. Only choice 0 gets it, with its first output. None: nothing is drawn, or
+    the seed is not known."""
     num_continuations: int = 0
     """Number of engines that died before the choice ended."""
     paused_s: float = 0.0
-    """Seconds lost to these deaths: from each to the next output or the end. A present pause is not in it."""
+    """Seconds lost to deaths of engines: from each death to the choice's next output or end. A pause that
+    still lasts is not counted."""
     paused_at: float = 0.0
-    """When it was paused by a death, CLOCK_MONOTONIC seconds; 0: it goes on."""
+    """When the death of its engine paused the choice, CLOCK_MONOTONIC seconds; 0: it is not paused."""
     admitted_at: float = 0.0
-    """When the request first ran; `first_token_at`: when the engine took in the choice's first token.
+    """When the request first ran; `first_token_at`: when the engine processed the choice's first token.
     CLOCK_MONOTONIC seconds; 0: not known yet, or never."""
     first_token_at: float = 0.0
     taken_at: float = 0.0
@@ -90,7 +91,8 @@ class OutputProcessor:
     _taken_ids: array[int] = field(default_factory=lambda: array("i"))
     _num_decoded: int = 0
     _num_hidden: int = 0
-    """Number of newest tokens that are no part of the text: 1 if a stop token id ended the choice, else 0."""
+    """Number of newest tokens that are no part of the text: 1 if one of `stop_token_ids` ended the choice and
+    `include_stop_str_in_output` is false, else 0."""
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _embedding: bytes = b""
     _prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -123,7 +125,8 @@ class OutputProcessor:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens received so far, as a new list."""
+        """All tokens received so far, as a new list. Once the choice's last output is popped, the tokens of
+        that output are missing."""
         return [*self._taken_ids, *self._token_ids]
 
     def pause(self, now: float) -> None:
@@ -337,7 +340,7 @@ class RequestProcessor:
     """The choices of one prompt of a request.
 
     Args:
-        request_id, num_prompt_tokens, params, tokenizer, num_wanted, item: as of `OutputProcessor`.
+        request_id, num_prompt_tokens, params, tokenizer, num_wanted, item: as in `OutputProcessor`.
         stops: automaton of `params.stop`; None: it is made here.
         new_answer: makes the parser of each choice's answer; None: the text is not parsed.
         num_best: number of best choices to answer with, from `split_ranking`; 0: all.

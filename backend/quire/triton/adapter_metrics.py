@@ -76,7 +76,8 @@ class AdapterMetrics:
 
 
 class _RequestsInfo:
-    """`vllm:lora_requests_info`: labels name the adapters that have requests, the value is when that began.
+    """`vllm:lora_requests_info`: labels name the adapters that have requests, the value is when that began
+    (Unix time in seconds).
 
     The series with the latest time describes the present; the other series keep their times, as vLLM's do. No
     metric may be deleted (`immortal`), so a process makes MAX_TOLD series at most. The last quarter is kept

@@ -79,7 +79,8 @@ def declared_outputs(model_config: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def num_instances(model_config: Mapping[str, Any]) -> int:
-    """How many instances of a model Triton starts: `count` of each instance group, and at least one."""
+    """Sum of `count` over a model's instance groups, at least 1. (Triton starts `count` instances on each
+    device of a group.)"""
     return max(1, sum(group.get("count", 1) for group in model_config.get("instance_group", ())))
 
 
@@ -150,7 +151,8 @@ def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
     """Adds vllm_backend's list of adapters to `lora_modules` where adapters are on, and resolves paths.
 
     A relative path of an adapter begins in the version directory. If nothing is there, it begins in the
-    directory in which the server was started, as in vllm_backend. `lora_root` begins in the former.
+    directory in which the server was started, as in vllm_backend. A relative `lora_root` always begins in the
+    version directory.
     """
     modules = values.get("lora_modules") or {}
     if isinstance(modules, str):
@@ -243,7 +245,7 @@ def visible_device(args: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_instance_kind(config: EngineConfig, args: Mapping[str, str]) -> EngineConfig:
-    """KIND_CPU and KIND_GPU decide the device where the configuration leaves it open."""
+    """Returns the configuration with the device of KIND_CPU or KIND_GPU, if its own `device` is "auto"."""
     kinds = {"CPU": "cpu", "GPU": "cuda"}
     kind = kinds.get(args.get("model_instance_kind", ""))
     if kind is None or config.model.device != "auto":

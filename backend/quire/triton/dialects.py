@@ -165,7 +165,7 @@ class Translation:
 def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Translation:
     """Translates a request's tensors into our names.
 
-    Tensors with a name here are renamed. `input_lengths` cuts `input_ids`. `end_id`, stop words, biases and
+    Tensors in RENAMED get our names. `input_lengths` cuts `input_ids`. `end_id`, stop words, biases and
     grammars become sampling parameters, bad words become token ids in `bad_words_ids`. `pad_id` and tensors
     with a neutral value are left out. A request whose stop flag is set is only marked by `cancel`, as other
     backends' clients send nothing useful beside the flag.

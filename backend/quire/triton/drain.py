@@ -16,7 +16,8 @@ from collections.abc import Callable
 logger = logging.getLogger("quire")
 
 LOOK_S = 0.5
-"""Seconds between two checks whether the model is being unloaded, made while requests are open."""
+"""Seconds between two checks whether the model is being unloaded, made while requests are open and while it
+is being unloaded."""
 ANSWER_S = 2.0
 """Seconds of silence from the server after which a question counts as not answered."""
 SEARCH_S, MAX_SEARCH_S = 0.1, 5.0
@@ -153,7 +154,7 @@ class ServerAnswer(threading.Thread):
         return False
 
     def _get(self, address: tuple[str, int]) -> tuple[int, bytes]:
-        """Status and body; status 0: no answer."""
+        """HTTP status and body of the answer to a question at an address; status 0: no answer."""
         connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
         try:
             connection.request("GET", self._path)

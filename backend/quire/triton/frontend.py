@@ -28,8 +28,8 @@ logger = logging.getLogger("quire")
 
 SHUTDOWN_S = 3.0
 MIN_INTAKE = 64
-"""Requests that may wait to be parsed, beyond `max_waiting_requests`: mostly the engine refuses, which counts
-exactly."""
+"""Number of requests that may wait to be parsed in addition to `max_waiting_requests`. So it is mostly the
+engine that refuses requests, and it counts exactly."""
 INTAKE_PROMPTS = 4
 """Size of the texts that may wait to be parsed, as a multiple of `max_prompt_bytes`."""
 

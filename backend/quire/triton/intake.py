@@ -23,16 +23,17 @@ logger = logging.getLogger("quire")
 
 SHORT_THREADS = 2
 LONG_BYTES = 32 * 1024
-"""Bytes of a request's texts above which it waits in the lane for long texts, which has one thread.
+"""Bytes of a request's texts above which it waits in the lane for long texts, which has one thread. Commands
+and requests that may have a grammar have lanes of their own.
 
 At about 1 MB/s no text in the lane for short ones holds up a thread for long. Long texts cost much memory
-while they are tokenized, so only one is tokenized at a time."""
+while they are tokenized, so their lane tokenizes one at a time."""
 
 
 _GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", '"tools"')
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
 """JSON escape of an underscore or lower-case letter: no ordinary client writes one, and it may hide one of
-the names above."""
+`_GRAMMAR_NAMES`."""
 _GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 
 

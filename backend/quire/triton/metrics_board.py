@@ -201,7 +201,8 @@ class Figure:
         """Value that was sent last. A gauge begins with NaN, so that its first value is always sent: a
         process that was killed may have left another one."""
         self.is_info = False
-        """Whether the value is sent again every INFO_PERIOD_S seconds though it never changes.
+        """Whether the value is sent again though it never changes: at most once in INFO_PERIOD_S seconds, and
+        only when other figures are sent.
 
         When a model is reloaded, the process before this one sets the same gauge to 0 as it ends, and may do
         so after this process has set it.

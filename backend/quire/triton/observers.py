@@ -24,14 +24,14 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     """Name of the LoRA adapter of its first prompt; empty: none."""
     is_command: bool = False
-    """A cancellation or a cache command, which generates nothing."""
+    """Whether it is a cancellation or a cache command, which generates nothing."""
     is_stream: bool = False
     params: SamplingParams | None = None
     """Sampling parameters of its first prompt. They may hold texts (stop strings). None: it was refused
     before they were known."""
     n: int = 0
-    """Choices of all its prompts together, with `best_of` all that were generated; 0 where `params` is
-    None."""
+    """Choices of all its prompts together, with `best_of` all that were generated; 0 for a command, and for a
+    request that was refused before its prompts were handed to an engine."""
     arrived_at: float
     """When Triton handed the request to the model."""
     admitted_at: float = 0.0
@@ -39,7 +39,7 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     first_token_at: float = 0.0
     """When the engine had the request's first token."""
     first_sent_at: float = 0.0
-    """When its first response was handed to Triton."""
+    """When its first response that is no error was handed to Triton."""
     ended_at: float
     """When its last response was handed to Triton, an error included."""
     num_prompt_tokens: int = 0

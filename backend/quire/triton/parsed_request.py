@@ -27,14 +27,14 @@ class ParsedRequest:
     params: SamplingParams
     external_id: str
     outputs: frozenset[str]
-    """Names of the output tensors in every response but the last."""
+    """Names of the output tensors in every response of a choice but its last."""
     final_outputs: frozenset[str]
-    """Names of the output tensors in the last response."""
+    """Names of the output tensors in the last response of each choice."""
     stream: bool = False
     stream_interval: int = 0
-    """Number of tokens per response of a stream; 0: the number does not decide."""
+    """Number of tokens at which the next response of a stream is due; 0: not by number."""
     stream_interval_ms: int = 0
-    """Milliseconds after a stream's response in which the next is due; 0: not by time. If
+    """Milliseconds from a response of a stream until its next one is due; 0: not by time. If
     `stream_interval` is 0 as well, the load decides (`triton/sending/pacing.py`)."""
     cancel: bool = False
     """Whether this is a cancellation, which ends the tenant's requests with the same external id and
@@ -46,12 +46,11 @@ class ParsedRequest:
     milliseconds that the responder's other requests should not wait for."""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
-    """CLOCK_MONOTONIC seconds."""
+    """When the request was read, in CLOCK_MONOTONIC seconds."""
     form: str = "quire"
     """Form of the output tensors: "batched" with TensorRT-LLM's ranks, else the dialect of the model."""
     hides_logprobs: bool = False
-    """Whether only the sum of log-probabilities is asked for; the output `logprobs` in vllm_backend's form is
-    null then."""
+    """Whether the request states no `logprobs`. The output `logprobs` in vllm_backend's form is null then."""
     cumulative: bool = False
     """Whether each response repeats the output of all earlier responses."""
     is_chat: bool = False
@@ -63,7 +62,7 @@ class ParsedRequest:
     skips_empty: bool = False
     """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
     labels: tuple[str, ...] = ()
-    """Label of each score, if scores are wanted."""
+    """Label of each score; empty: tokens are wanted, or the model has no scores."""
     others: list[ParsedRequest] = field(default_factory=list)
     """The second and further prompts of a request with several, each as a request of its own."""
     echo: str = ""

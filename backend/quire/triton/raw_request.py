@@ -31,7 +31,7 @@ from quire_ensemble.generator_schema import (
 )
 
 SPECS = {spec.name: spec for spec in (*TENSORRT_LLM_INPUTS, *INPUTS)}
-"""Inputs by name, those of TensorRT-LLM among them."""
+"""Specifications of the inputs by name, TensorRT-LLM's inputs among them."""
 NAME = converters.name(MAX_NAME_LENGTH)
 _PROMPT_NAMES = tuple(spec.name for spec in (*PROMPT_INPUTS, TEXT_PAIR))
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
@@ -55,7 +55,8 @@ _MOST_ENTRIES = {
 }
 _EMBEDS = ("image_embeds", "prompt_embeds")
 _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
-"""Most elements of these inputs for each token of the longest prompt; embeddings have a row for each."""
+"""Most elements of an input for each token of the longest prompt, by the input's name. Embeddings are not
+listed: they have a row for each token."""
 
 
 @dataclass(slots=True)
@@ -63,13 +64,14 @@ class RawRequest:
     """Copy of a Triton request; only sizes are checked, and the encoding of all texts but the tensors."""
 
     tensors: dict[str, list[Any]]
-    """Input name to its elements, flat; BYTES elements are `bytes`."""
+    """Input name to its elements, flat; BYTES elements are `bytes`. The rows of embeddings
+    are in `embeds`."""
     shapes: dict[str, tuple[int, ...]]
     parameters: str
     external_id: str
     requested_outputs: frozenset[str]
     arrived_at: float = 0.0
-    """CLOCK_MONOTONIC seconds; deadlines count from here."""
+    """When the request was read, in CLOCK_MONOTONIC seconds; deadlines count from here."""
     timeout_us: int = 0
     """Triton's request timeout, in microseconds; 0: none."""
     correlation_id: str = ""
@@ -77,7 +79,8 @@ class RawRequest:
     embeds: SharedBuffer | DeviceBuffer | None = None
     """Rows of `image_embeds` or `prompt_embeds`; None: the request has none."""
     num_bytes: int = 0
-    """Size of the request's BYTES tensors together, in bytes."""
+    """Size of the request's BYTES tensors together, in bytes. One text_input with several texts in text_pair
+    counts once for each of them."""
 
 
 class RequestReader:
@@ -95,8 +98,8 @@ class RequestReader:
         """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
 
         Raises:
-            InvalidArgumentError: the id or another text is not UTF-8, or the id or a tensor is larger than
-                any that could be right.
+            InvalidArgumentError: the id or another text is not UTF-8, the id or a tensor is larger than any
+                that could be right, a tensor lacks an element, or both kinds of embeddings are given.
             UnavailableError: the embeddings of this frontend's requests would exceed `max_embeds_bytes`.
             EngineError: embeddings on a GPU have another form than float32 [rows, width], or CUDA fails.
         """

@@ -30,7 +30,8 @@ _RESERVED = frozenset(
 
 
 def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request parameters that name fields of ours, and the values of forwarded headers, by precedence.
+    """Returns the request parameters that may be fields of ours, and the values of forwarded headers that are
+    in HEADERS, in the order of precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
     lower case. Other forwarded headers are left out; their hyphens tell them from our fields. HTTP generate
@@ -115,7 +116,8 @@ def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
 
 
 def wants_no_token(*sources: dict[str, Any]) -> bool:
-    """Whether `max_tokens` is 0 in the first of `sources` that states it. Every 0 is changed to 1 in place.
+    """Whether `max_tokens` (or `max_new_tokens`) is 0 in the first of `sources` that states it. Every 0 is
+    changed to 1 in place.
 
     The engine always generates a token, which costs nothing beside the prompt.
     """
@@ -133,10 +135,11 @@ def wants_no_token(*sources: dict[str, Any]) -> bool:
 
 
 def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Request parameters in which a text of `stop` or `bad_words` that is a JSON list of strings is a list.
+    """Returns the request parameters, in which JSON lists of strings for `stop` or `bad_words` are parsed.
 
-    Request parameters carry only scalars, so this is their way to a list. In other sources a list can be
-    given as such, so a text there is one string. "[INST]" and "[1]" are no JSON lists of strings, and stay.
+    Request parameters carry only scalars, so a list has to be written as JSON text. In other sources a list
+    can be given as such, so a text there is one string. "[INST]" and "[1]" are no JSON lists of strings, and
+    stay texts.
     """
     return {name: _spelled_list(name, value) for name, value in parameters.items()}
 

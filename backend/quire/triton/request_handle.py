@@ -80,7 +80,7 @@ class RequestHandle:
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
     """W3C trace contexts: of the caller, and of Triton's own span; each empty where there is none."""
     _error: Any | None = None
-    """The response that ends the request, where it could not be sent yet."""
+    """The error that ends the request, sent or not; None: `send_error` was not called."""
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -103,7 +103,8 @@ class RequestHandle:
 
     @property
     def first_sent_at(self) -> float:
-        """Time of the request's first response, CLOCK_MONOTONIC seconds; 0: there was none."""
+        """Time of the request's first response that is no error, CLOCK_MONOTONIC seconds; 0: none was sent
+        yet."""
         return min(self._first_sent.values(), default=0.0)
 
     def is_cancelled(self) -> bool:
@@ -112,7 +113,8 @@ class RequestHandle:
         return bool(self._sender.is_cancelled())
 
     def make(self, output: RequestOutput) -> Response:
-        """Makes the response for a choice's delta. Responses of one choice must be sent in this order."""
+        """Makes the response for a choice's delta. The responses of a choice must be sent in the order in
+        which they were made."""
         if self.parsed.cumulative:
             key = output.item, output.index
             output = self.so_far[key] = output.after(self.so_far.get(key))
@@ -161,7 +163,7 @@ class RequestHandle:
         return pause_s
 
     def echo_of(self, output: RequestOutput) -> str:
-        """Prompt text with which the response to an output must begin; empty: none.
+        """Prompt text with which the response for an output must begin; empty: none.
 
         It begins the first response of each choice, or every response if they repeat the output so far.
         """
@@ -197,11 +199,12 @@ class RequestHandle:
         return num_bytes, tensors
 
     def timing(self, output: RequestOutput) -> bytes:
-        """JSON object that says where a choice's time went, in milliseconds, and some counts.
+        """JSON object that says where a choice's time went, in milliseconds, and some counts; `{}` for a
+        command.
 
         queue, prefill (to the engine's first token) and decode add up to total, the time from the request's
         arrival to this response. paused is the part of it that was lost to deaths of engines. first_token is
-        the time from arrival to the choice's first response. Empty for a command.
+        the time from arrival to the choice's first response.
         """
         if not self.processors:
             return b"{}"
@@ -246,7 +249,7 @@ class RequestHandle:
             self._sender = None
 
     def retry_end(self) -> None:
-        """Retries an error that could not be sent before. Raises if that fails again."""
+        """Sends the error of `send_error`, once the shared memory has room. Raises if that fails."""
         assert self._sender is not None and self._error is not None, f"{self.request_id}: is not ending"
         ask_for_room(pb_utils, _MESSAGE_CHARACTERS)
         self._sender.send(self._error, flags=_FINAL)
@@ -350,7 +353,7 @@ def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) 
 
 
 def _label(output: RequestOutput, labels: tuple[str, ...]) -> bytes:
-    """Label of the largest score; empty: there are no scores."""
+    """Label of the largest score; empty: there is not one label for each score."""
     scores = np.frombuffer(output.embedding, np.float32)
     return labels[int(scores.argmax())].encode() if scores.size == len(labels) > 0 else b""
 
@@ -407,4 +410,5 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
     },
 }
 """Functions that make an output's array, by `ParsedRequest.form` and output name, without `finish_reason`.
-The outputs of "batched" that TensorRT-LLM has too are shaped as there, with batch and beam dimensions."""
+The entries that "batched" has of its own have a batch dimension, and a beam dimension where TensorRT-LLM's
+outputs of this name have one."""

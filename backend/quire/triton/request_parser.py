@@ -151,8 +151,7 @@ class RequestParser:
         """Copies a `pb_utils.InferenceRequest`.
 
         Raises:
-            InvalidArgumentError: a text is not UTF-8, or the id or a tensor is larger than any valid one.
-            UnavailableError: the embeddings of all requests would exceed `max_embeds_bytes`.
+            InvalidArgumentError, UnavailableError, EngineError: as `RequestReader.read`.
         """
         return self._reader.read(request)
 
@@ -162,6 +161,7 @@ class RequestParser:
         Raises:
             InvalidArgumentError: a field is wrong; the message names the field and its limit.
             UnavailableError: the process that checks grammars fails.
+            EngineError: CUDA fails for embeddings on a GPU.
         """
         if not self.batched:
             return self._parse(raw)
@@ -358,7 +358,11 @@ class RequestParser:
         self, params: SamplingParams, outputs: frozenset[str], control: Mapping[str, Any]
     ) -> SamplingParams:
         """Returns the parameters of a request that wants an embedding or scores; others are returned as they
-        are."""
+        are.
+
+        Raises:
+            InvalidArgumentError: the model does not do what is asked for, or the request contradicts itself.
+        """
         info, scores = self.info(), outputs & {"scores", "label"}
         if not scores and "use_activation" in control:
             raise InvalidArgumentError("use_activation", "is of scores, and none are asked for")
@@ -394,7 +398,8 @@ class RequestParser:
         listed. Whether an adapter that is not listed exists is for the engine to say.
 
         Raises:
-            InvalidArgumentError: the adapter is not listed, and the dialect is vllm_backend's; in its words.
+            InvalidArgumentError: the adapter is not listed, and the dialect is vllm_backend's, as is the
+                message.
         """
         found = next((one for one in info.adapters if one.name == name), None)
         if name and found is None and self.config.dialect == "vllm":
@@ -552,12 +557,14 @@ class _PromptLimits(NamedTuple):
         return self.max_model_len - (not self.is_pooled)
 
     def check(self, token_ids: list[int]) -> None:
-        """Raises InvalidArgumentError for a prompt that the model cannot take."""
+        """Raises InvalidArgumentError for a prompt that is empty or too long, or that has token ids outside
+        the vocabulary."""
         check_prompt(token_ids, **self._asdict())
 
 
 def _with_second_text(params: SamplingParams, second_text: int) -> SamplingParams:
-    """Returns the parameters of a prompt whose second text begins at that token; 0: it has none."""
+    """Returns the parameters of a prompt whose second text begins at the token of index `second_text`; 0: it
+    has no second text."""
     if not second_text:
         return params
     pooling = msgspec.structs.replace(params.pooling, second_text=second_text)
@@ -652,7 +659,8 @@ def _streams(control: Mapping[str, Any]) -> bool:
 
 
 def _together(rows: list[ParsedRequest]) -> ParsedRequest:
-    """Joins the rows of a Triton batch into one request with several prompts.
+    """Joins the rows of a Triton batch into one request with several prompts. Of cancellations, the first row
+    is the request.
 
     Raises:
         InvalidArgumentError: the rows differ in a setting that all must share (such as `stream`), a row has
@@ -696,10 +704,12 @@ def _outputs(
     A client that names outputs gets exactly these with each response (in an ensemble, the step after the
     generator fails without its inputs). For a client that names none Triton asks for all outputs. It gets
     text and token ids with each response; finish reason and number of input tokens with the last, and without
-    a stream that of output tokens; numbers of choices and prompts if there are several; and other outputs
-    only if its inputs ask for them. (A tensor costs about 10 us of CPU on either side of the stub.) In the
-    dialect of vllm_backend it gets the text, and what its inputs ask for. With `return_embedding` or
-    `return_scores` it gets these, finish reason and number of input tokens, but no text.
+    a stream the number of output tokens; the index of the choice and of the prompt if there are several, or
+    always on a model with a batch dimension; and other outputs only if its inputs ask for them. (A tensor
+    costs about 10 us of CPU on either side of the stub.) In the dialect of vllm_backend it gets the text, and
+    what its inputs ask for. With `return_embedding` or `return_scores` it gets embedding or scores (with the
+    label), finish reason, number of input tokens and the index of the prompt if there are several, but no
+    text.
     """
     if requested != all_outputs:
         return requested, requested

@@ -77,7 +77,8 @@ class RequestTraces:
     def context_of(self, request: Any) -> tuple[dict[str, str], dict[str, str]]:
         """W3C trace contexts of a `pb_utils.InferenceRequest`: its caller's, and that of Triton's own span.
 
-        Each is empty if there is none or if it cannot be read. Values above MAX_CONTEXT are left out.
+        Each is empty if there is none or if it cannot be read; both are if the request's parameters cannot be
+        read. Values above MAX_CONTEXT are left out.
         """
         caller: dict[str, Any] = {}
         server: dict[str, Any] = {}

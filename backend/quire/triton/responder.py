@@ -2,7 +2,8 @@
 
 It alone sends responses and polls for cancellation. This module has the thread's loop. The parts are in
 `triton/sending/`, each with its own state: the table of open requests, the queue of choices with something to
-send, the sender, the ends of requests, the polls, and the continuation of requests whose engine died.
+send, the sender, the ends of requests, the polls, the replays of known results, and the continuation of
+requests whose engine died.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Responder(threading.Thread):
         drain: notices that the model is being unloaded.
         results: the result cache; None: results are not cached.
         meter: measures the responses of streams; None: nothing is measured.
-        on_output: called for each engine output without an error, after its choice has processed it.
+        on_output: called for each output of an engine or a replay, after its choice has processed it; not
+            for errors and for outputs after a choice's end.
     """
 
     def __init__(
@@ -283,8 +285,8 @@ class Responder(threading.Thread):
         return [] if stopped is None else [stopped]
 
     def _answer(self, result: CommandResult) -> None:
-        """Ends a command: with its error; a cancellation with finish reason "cancelled"; others with the
-        answer as text."""
+        """Ends a command: with an error if it failed, else a cancellation with finish reason "cancelled" and
+        any other command with its result as JSON text."""
         handle = self._requests.handles.get(result.token)
         if handle is None:
             return

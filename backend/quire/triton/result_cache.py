@@ -189,7 +189,7 @@ def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) ->
 
 
 def _is_deterministic(prompt: ParsedRequest) -> bool:
-    """Whether a prompt's results may come from the cache.
+    """Whether a prompt's results may come from the cache; False for commands.
 
     They must be the same each time: greedy or with a seed, and without logits processors, which may do
     anything. Pins and sessions keep blocks in the engine, so the engine must get those requests. The content
@@ -229,9 +229,9 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
 def _fits_request(one: ChoiceResult, prompt: ParsedRequest) -> bool:
     """Whether a choice's result has what its prompt asks for.
 
-    An embedding and its tokens' log-probabilities must be there exactly if they are asked for. Prompt
-    log-probabilities, if there, must be asked for and have the prompt's length. There must be no more tokens
-    than `max_tokens`, and no more cached tokens than the prompt has.
+    An embedding must be there exactly if it is asked for. So must log-probabilities, if there are tokens.
+    Prompt log-probabilities, if there, must be asked for and have the prompt's length. There must be no more
+    tokens than `max_tokens`, and no more cached tokens than the prompt has tokens.
     """
     params, num_prompt_tokens = prompt.params, len(prompt.prompt_token_ids)
     if len(one.embedding) != 4 * params.dimensions:

@@ -29,7 +29,7 @@ class ChoiceResult(msgspec.Struct, array_like=True):
     embedding: bytes = b""
 
     def is_sound(self, vocab_size: int) -> bool:
-        """Whether the result has a valid finish reason, token ids, log-probabilities and count.
+        """Whether finish reason, token ids, log-probabilities and number of cached tokens are valid.
 
         Cache entries are not trusted.
         """

@@ -36,8 +36,8 @@ SCHEDULING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
 """Names of all scheduling fields, the same as a tensor, in JSON and as a request parameter."""
 
 ALIASES: dict[str, str] = {"priority": "request_priority"}
-"""Our name by that of other backends. Only `sampling_parameters` may use these, as Triton has a request
-parameter of its own with this name."""
+"""Our name of a field, by other backends' name of it. Only `sampling_parameters` may use theirs, as Triton
+has a request parameter of its own with this name."""
 
 HEADERS: dict[str, str] = {
     "x-quire-tenant": "tenant",
@@ -64,7 +64,8 @@ def parse_scheduling_params(
         sources: mappings of a name of SCHEDULING_FIELDS (or ALIASES) to its raw value, most specific first
             (typed tensors, JSON object, request parameters, headers). A value of None means "not given".
         arrived_at: CLOCK_MONOTONIC seconds from which deadlines count.
-        timeout_us: Triton's own timeout of the request, microseconds; 0: none.
+        timeout_us: Triton's own timeout of the request, microseconds; 0: none. The shorter one of it and
+            `deadline_ms` is the deadline.
         correlation_id: Triton's sequence id; names the session where no source does. Empty: none.
         sequence_end: Triton's flag that this is the sequence's last request; used with `correlation_id`.
 

@@ -64,7 +64,7 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     `quantization` is left out; see `check_quantization`.
 
     Raises:
-        ConfigError: has a line for each argument that is unknown, or that must be 1 and is not.
+        ConfigError: names each argument that is unknown, or that must be 1 and is not.
     """
     values: dict[str, Any] = {"dialect": "vllm"}
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Readers of one tool call. They pass its name to the sink, then its arguments as they arrive."""
+"""Readers of one tool call, or of its arguments alone. They pass what they read to the sink as it arrives."""
 
 from __future__ import annotations
 

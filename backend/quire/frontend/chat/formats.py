@@ -169,7 +169,7 @@ class ChatParsing:
         """Returns `params` with `thinking` set to the tokens of the reasoning tags, for `thinking_budget`.
 
         Raises:
-            InvalidArgumentError: the answer has no reasoning that is known as such.
+            InvalidArgumentError: there are no chat messages, or the model has no reasoning format.
         """
         if chat is None or not self.reasoning:
             raise InvalidArgumentError(
@@ -185,8 +185,9 @@ class ChatParsing:
         """Returns `params` with the grammar of the answer, where it has one.
 
         The grammar is that of a response format, of calls, or the one that `params` state. If the model
-        reasons, the grammar begins after the reasoning. A grammar that `params` state stays unchanged if it
-        has an `after` of its own, or if `format_of` cannot convert it.
+        reasons, the grammar begins after the reasoning. Exceptions: a stated grammar or response format stays
+        unchanged if it has an `after` of its own or if `format_of` cannot convert it, and the grammar of
+        optional calls holds from the beginning unless the prompt ends with the opening tag.
 
         Raises:
             InvalidArgumentError: several grammars at once, a grammar that is too long, or calls that the
@@ -327,7 +328,7 @@ class Answer:
     def __init__(self, sink: AnswerSink, parser: AnswerParser, decoder: TokenDecoder) -> None:
         self._sink, self._parser, self.decoder = sink, parser, decoder
         self.num_reasoning_tokens = 0
-        """Number of tokens from the opening tag to the closing tag, the latter included. `OutputProcessor`
+        """Number of tokens after the opening tag, up to and including the closing tag. `OutputProcessor`
         counts them."""
 
     @property

@@ -78,7 +78,7 @@ class JsonReader:
 
         Returns:
             Index after that part. If the object is bad, index of the first wrong character, or after the
-            value that `on_value` refused.
+            piece that `on_value` refused.
         """
         index, size = start, len(text)
         told = index if self._on_value is not None and self._in_value else -1

@@ -49,7 +49,7 @@ class Markers:
 
 
 class TextMachine:
-    """Base of the formats. A state is a method that reads from the text; False: it needs more text.
+    """Base of the parsers. A state is a method that reads from the text; it returns False if it needs more.
 
     A state may wait for more text, but must not otherwise depend on where the text ends now. So the outcome
     is the same however the text is cut.

@@ -19,7 +19,7 @@ logger = logging.getLogger("quire")
 CANCEL_POLL_S = 0.1
 """Shortest time between two polls of a request, in seconds."""
 MAX_POLL_S = 0.25
-"""Limit in seconds up to which long steps extend the time between two polls of a request."""
+"""Limit in seconds up to which the time between a request's responses extends the time between its polls."""
 MAX_POLL_SHARE = 0.02
 """Share of the thread's time that cancellation polls may use. With many requests the period grows to keep
 it."""
@@ -53,7 +53,8 @@ class CancellationPolls:
         """Polls up to SENDS_PER_PASS of the requests that are due, the longest due first, and ends those that
         their clients have cancelled.
 
-        A request whose steps are long is polled about once a step, as blocks are freed only between steps.
+        The time between the latest two responses of a request, up to MAX_POLL_S, is also the least time
+        between two polls of it: blocks are freed only between steps.
 
         Returns:
             The polled requests that are not cancelled.

@@ -20,7 +20,7 @@ from quire.triton.sending.send_queue import SendQueue
 
 
 class Continuation:
-    """Pauses requests whose engine died, and hands them to the next one.
+    """Pauses requests whose engine died, and hands them to the next engine.
 
     Args:
         requests: the open requests.
@@ -46,7 +46,8 @@ class Continuation:
     def pause(self, lost: EngineLost) -> None:
         """Pauses the requests of an engine that died.
 
-        Ends a request instead if it was the only one being computed at two deaths in a row.
+        Ends a request instead if `Generation.record_crash` finds that it kills engines. If `max_pause_s` is
+        0, ends all of them.
         """
         now = time.monotonic()
         self._paused_until[lost.link] = now + self._max_pause_s

@@ -1,7 +1,7 @@
-"""Ends: closes requests, sends their errors and retries final responses that could not be sent.
+"""Ends: closes requests, sends their errors and retries errors that could not be sent.
 
-A request whose delta could not be sent ends with an error. The responder's loop retries a final response that
-could not be sent; END_PAUSES_S limits the number of tries.
+A request with a data response that could not be sent ends with an error instead. The responder's loop retries
+an error that could not be sent; END_PAUSES_S limits the number of tries.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CAREFUL_S = 10.0
 
 
 class Ends:
-    """Ends requests with errors and retries final responses. Reports the end of each request once.
+    """Ends requests with errors and retries errors that could not be sent. Reports each request's end once.
 
     Args:
         requests: the open requests; a request that ends is removed.
         queue: the send queue; the choices of a request that ends are removed.
-        engine: aborts requests that it has not finished.
+        engine: the engine client, by which requests that go on in an engine are aborted.
         model: name of the Triton model, for observers.
         observers: get a RequestEnded for each request.
     """
@@ -52,7 +52,7 @@ class Ends:
         self._model, self._observers = model, observers
         self._careful_until = 0.0
         self._failed: list[tuple[float, str, int, RequestHandle]] = []
-        """Heap of final responses to retry: time of the next try, request id, failed retries, handle."""
+        """Heap of errors to send again: time of the next try, request id, failed retries, handle."""
 
     @property
     def is_careful(self) -> bool:
@@ -70,7 +70,7 @@ class Ends:
         self._engine.abort([processor.request_id for processor in handle.processors], reason)
 
     def abort_others(self, handle: RequestHandle) -> None:
-        """Aborts all prompts of a request with several, because one of them has failed in the engine."""
+        """Aborts all prompts of a request that has several, because one of them cannot go on."""
         if len(handle.processors) > 1:
             self.abort(handle, FinishReason.ERROR)
 
@@ -91,13 +91,14 @@ class Ends:
         self._report(handle, reason.value, code)
 
     def fail_output(self, handle: RequestHandle, error: Exception) -> None:
-        """Ends a request whose output could not be converted to text or to a response."""
+        """Aborts a request whose output could not be converted to text or to a response, or which could not
+        be resumed, and ends it with INTERNAL."""
         logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.log_fields)
         self.abort(handle, FinishReason.ERROR)
         self.fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
 
     def fail_send(self, handle: RequestHandle, error: Exception) -> None:
-        """Handles a response that could not be sent. Schedules a retry if it was the final one. Otherwise
+        """Handles a response that could not be sent. Schedules a retry if it was an error. If it was data,
         aborts the request in the engine and ends it with an error."""
         now = time.monotonic()
         self._careful_until = now + CAREFUL_S
@@ -138,8 +139,8 @@ class Ends:
         self._report(handle, handle.finish_reason)
 
     def retry(self, *, final: bool = False) -> None:
-        """Retries the final responses that are due, oldest first, at most SENDS_PER_PASS of them. After the
-        last retry that fails, the request is given up, and an error is logged.
+        """Retries up to SENDS_PER_PASS of the errors that could not be sent and are due, the longest due
+        first. When the last retry fails, the request is given up, and an error is logged.
 
         Args:
             final: retries all of them a last time, whether due or not, because the thread ends.
@@ -162,7 +163,7 @@ class Ends:
                     handle.abandon()
 
     def _remove(self, handle: RequestHandle) -> None:
-        """Removes the request from all tables. Only a final response that failed may still be sent for it."""
+        """Removes the request from all tables. Only an error may still be sent for it."""
         for processor in handle.processors:
             self._engine.forget(processor.request_id)
         self._requests.remove(handle)

@@ -26,30 +26,32 @@ class Generation:
     recording: Recording | None = None
     """Records the engines' outputs for the result cache; None if they are not kept."""
     num_deaths: int = 0
-    """Deaths of its engines since the latest at which it was no suspect, that one included
-    (`core/probation.py`)."""
+    """Number of deaths of its engines. A death at which the request was no suspect with a row in flight
+    (`core/probation.py`) sets it to 1."""
     num_crashes_alone: int = 0
-    """Deaths among `num_deaths`, in a row up to the latest, at which the engine computed nothing else."""
+    """Number of deaths in a row, up to the latest, at which the request was a suspect and no other request
+    had a row in flight."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no engine must resume the prompt: it or its request has ended, or it is answered from the
-        result cache."""
+        """Whether no engine must resume the prompt: it or its request has ended, or it is answered without an
+        engine (`Replays`)."""
         return self.processor.finished or self.handle.is_replay or not self.handle.is_open
 
     def record_crash(self, suspects: InFlightSuspects) -> bool:
-        """Counts a death of the prompt's engine. Returns whether its request alone had rows in the steps in
-        flight at MAX_CRASHES_ALONE deaths in a row."""
+        """Counts a death of the prompt's engine. Returns whether `num_crashes_alone` is now
+        MAX_CRASHES_ALONE, so that the request counts as the one that kills engines. The first death is not
+        among these, as the request is no suspect then."""
         is_suspect = self.message.request_id in suspects.request_ids
         self.num_deaths = self.num_deaths + 1 if is_suspect else 1
         self.num_crashes_alone = self.num_crashes_alone + 1 if is_suspect and suspects.is_alone else 0
         return self.num_crashes_alone == MAX_CRASHES_ALONE
 
     def next_message(self) -> AddRequest:
-        """Returns the message with which the next engine resumes the prompt. The same tokens follow.
+        """Returns the message with which the next engine resumes the prompt after its tokens so far.
 
-        Random draws depend on the seed and the token's position. A beam search has sent nothing, so it begins
-        anew, as does a prompt that has no token yet.
+        Random draws go on as before, as they depend only on the seed and the token's position. A beam search
+        has sent nothing, so it begins anew, as does a prompt that has no token yet.
         """
         message = msgspec.structs.replace(self.message, num_deaths=self.num_deaths)
         choices, params = self.processor.choices, message.sampling_params

@@ -2,9 +2,9 @@
 
 A response is a round trip to the server, whatever it holds. Two things bound how many there can be: the one
 thread of a frontend that sends them, and, where the engine computes on the CPU, the cores that it shares with
-the frontend, the server and often the client. The recent
-cost of a response and the number of streams give the shortest time between two responses of a stream. Tokens
-that arrive in between are merged. One stream alone, or a few slow ones, get one response per token.
+the frontend, the server and often the client. The recent cost of a response and the number of streams give
+the shortest time between two responses of a stream. Tokens that arrive in between are merged. One stream
+alone, or a few slow ones, get one response per token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 
 SENDS_PER_PASS = 16
-"""Responses sent before the engine's socket is looked at again: about 2.5 ms."""
+"""Most responses sent before the engine's socket is looked at again: about 2.5 ms. Polls, retries and replays
+have the same limit."""
 SEND_SHARE = 0.6
 """Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
 CPU_SHARE = 0.03
@@ -21,7 +22,7 @@ PATH_FACTOR = 3.0
 """CPU seconds of a response's whole path (server, stub, a client on the machine) for each CPU second of the
 sending thread."""
 MAX_INTERVAL_S = 0.25
-"""Longest time that a stream with something to send must wait, in seconds."""
+"""Longest interval that `Pace` sets between two responses of a stream, in seconds."""
 MAX_PERIOD_S = 0.1
 """Cap on a measured time between two steps, in seconds."""
 _MEMORY = 0.98
@@ -46,7 +47,8 @@ class Pace:
         """Running average of the time between the outputs of two steps, in seconds."""
 
     def charge(self, num_responses: int, seconds: float, cpu_seconds: float) -> None:
-        """Adds a measurement: `num_responses` took the sending thread this much wall-clock and CPU time."""
+        """Adds a measurement: `num_responses` took the sending thread `seconds` of wall-clock time and
+        `cpu_seconds` of CPU time."""
         self._num_responses = _MEMORY * self._num_responses + num_responses
         self._seconds = _MEMORY * self._seconds + seconds
         self._cpu_seconds = _MEMORY * self._cpu_seconds + cpu_seconds

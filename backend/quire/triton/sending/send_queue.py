@@ -31,7 +31,7 @@ class SendQueue:
         """Choices that have sent a response and have not sent their last."""
         self._due: dict[OutputProcessor, tuple[float, RequestHandle]] = {}
         self.marked = self._due.keys()
-        """View of the choices that are marked."""
+        """Live view of the choices that `mark` has added and that were not removed since."""
         self._next_due = math.inf
         """Time before which no choice is due."""
         self._last_look = 0.0
@@ -44,7 +44,7 @@ class SendQueue:
         return self._next_due + (self.pace.period_s if self._next_due > self._last_look else 0.0)
 
     def is_due(self, now: float) -> bool:
-        """Whether there is something to send."""
+        """Whether a choice may be due at `now`, in CLOCK_MONOTONIC seconds."""
         self._last_look = now
         return now >= self._next_due
 
@@ -74,8 +74,8 @@ class SendQueue:
         self._next_due = min(self._next_due, due)
 
     def ready(self, now: float) -> list[OutputProcessor]:
-        """Returns the choices that are due, first tokens and ends before those that have been due for
-        longest."""
+        """Returns the choices that are due: first tokens and ends come first, then those that have been due
+        for longest."""
         found = [(due, choice) for choice, (due, _) in self._due.items() if due <= now]
         return [choice for _, choice in sorted(found, key=operator.itemgetter(0))]
 

@@ -86,11 +86,13 @@ class Sender:
         response: Response | None = None,
     ) -> None:
         """Sends an output of a choice (`pop_ready`, `pop_output`), or the answer to a command. A failed
-        send ends the request and is not raised. An output that ended by a shutdown fails the request.
+        send ends the request and is not raised. If the output's finish reason is SHUTDOWN, the request ends
+        with the error UNAVAILABLE.
 
         Args:
-            choice: the choice, to be scheduled for its next response; None: it is not scheduled.
-            response: the response, if it is made already.
+            choice: the choice; the queue counts it as a stream until its last response. None: nothing is
+                counted.
+            response: the response, if it is made already; None: it is made here.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
