@@ -934,6 +934,13 @@ _KERNELS = (
         ("tests/kernels/test_sampling.py::test_a_token_counts_that_only_the_device_knows",),
     ),
     Mutant(
+        "the up half of a joined projection has no adapter",
+        "kernels/quire_kernels/cpu/src/lora.h",
+        "half * (num_outputs / 2)",
+        "half * num_outputs",
+        ("tests/unit/test_family_matrix.py::test_adapters_of_gate_and_up_in_one_tensor",),
+    ),
+    Mutant(
         "C++: ranks behind the last whole vector are not added",
         "kernels/quire_kernels/cpu/src/lora.h",
         "for (int i = 0; i < ranks; ++i) store(",
