@@ -9,6 +9,7 @@ import pytest
 
 from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
 from quire.core.roster import session_name
+from quire.models.kv_groups import KVGroup
 from quire.request.scheduling_params import MAX_PIN_TTL_S, SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
@@ -258,6 +259,16 @@ def test_pins_take_no_more_than_their_share_of_the_pool() -> None:
         engine.run()
         assert engine.kv.pins.num_blocks <= 20
     assert len(engine.kv.pins.deadlines) == 3, "the least recently used gave way"
+    engine.check_outputs()
+
+
+@pytest.mark.row("C6")
+def test_pins_of_groups_with_a_window_count_too() -> None:
+    groups = (KVGroup(None, (0,)), KVGroup(65, (1,)))
+    engine = engine_of(40, cache={"max_pinned_fraction": 0.25}, groups=groups)
+    engine.add("pin", 0, 2, prompt=tokens(161, 0), scheduling=SchedulingParams(pin=True))
+    engine.run()
+    assert 0 < engine.kv.pins.num_blocks <= 10
     engine.check_outputs()
 
 

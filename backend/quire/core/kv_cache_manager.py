@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -454,7 +455,13 @@ class KVCacheManager:
         if self.num_state_groups:
             prefix = self._lookup.find(request, most=count)
             count, tables = prefix.num_tokens // self.block_size, prefix.block_ids
-        block_ids = [b for blocks in tables for b in blocks[:count] if b != NULL_BLOCK]
+
+        def first(count: int) -> list[int]:
+            return [b for blocks in tables for b in blocks[:count] if b != NULL_BLOCK]
+
+        # Groups with a window add the blocks that they still have.
+        count = bisect_right(range(1, count + 1), self.pins.max_blocks, key=lambda n: len(first(n)))
+        block_ids = first(count)
         self.pins.hold(name, block_ids, deadline)
         return count * self.block_size if block_ids else 0
 
