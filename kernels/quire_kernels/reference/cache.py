@@ -38,7 +38,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     smallest = torch.finfo(SCALE_DTYPE).tiny
     scales = (x.abs().amax(-1) / limit).clamp_(min=smallest).to(SCALE_DTYPE)
     # A scale that was rounded down leaves numbers up to 2 ** -9 above the limit: they round to it.
-    data = x / scales.float().unsqueeze(-1)
+    # Where a scale is infinite, zeros make it NaN. A NaN of e4m3 would not: kernels read it as a number.
+    data = (x / scales.float().unsqueeze(-1)).nan_to_num_(0.0)
     return (data.round_() if dtype == torch.int8 else data).to(dtype), scales
 
 

@@ -154,8 +154,8 @@ KERNEL(norm_rope_write, WriteParams, WARPS * 32, 4) {
             const int i = 2 * (lane + 32 * j) + e;
             if (i >= p.head_dim) continue;
             const float x = numbers[j][e] / scale;
-            const bool is_number = x == x;
-            p.data[place + i] = p.cache == 1 ? uint8(is_number ? int(rintf(x)) : 0) : float_to_e4m3(x);
+            const float number = x == x ? x : 0.0f;
+            p.data[place + i] = p.cache == 1 ? uint8(int(rintf(number))) : float_to_e4m3(number);
         }
     }
     if (lane == 0) {
