@@ -114,6 +114,7 @@ def test_a_prompt_alone_has_no_token(harness: Harness) -> None:
     assert [value(one, "text_output") for one in responses] == ["Say", "Say"]
     assert [value(one, "index") for one in responses] == [0, 1]
     assert {value(one, "finish_reason") for one in responses} == {"length"}
+    assert not any(json.loads(value(one, "timing"))["result_cached"] for one in responses)
 
 
 def test_the_parts_of_the_time_are_the_whole(harness: Harness) -> None:

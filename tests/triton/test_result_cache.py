@@ -444,6 +444,18 @@ def test_what_a_redis_had_is_in_memory_from_then_on() -> None:
 
 
 @pytest.mark.row("G22")
+def test_a_large_result_of_redis_does_not_push_out_what_is_in_memory() -> None:
+    cache, info = ResultCache(ResultCacheConfig(memory=200)), make_info()
+    choice = ChoiceResult(0, 0, [1] * 30, "length")
+    entry = msgspec.msgpack.encode(Results(result_cache.VERSION, [choice]))
+    assert 200 > len(entry) > 200 // result_cache.MAX_SHARE
+    cache._redis = SimpleNamespace(get=lambda key: entry)  # type: ignore[assignment]
+    parsed = ParsedRequest(PROMPT, GREEDY, "", ALL, ALL)
+    cache.look_up(parsed, info)
+    assert parsed.results is not None and cache._memory.num_bytes == 0
+
+
+@pytest.mark.row("G22")
 def test_entries_that_no_engine_can_have_made_are_not_found() -> None:
     """What a Redis holds may be anybody's: of another version, for other choices, ids outside the vocabulary,
     other types, or noise. None is replayed, and none raises."""

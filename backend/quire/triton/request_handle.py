@@ -93,6 +93,11 @@ class RequestHandle:
         return self.parsed.results is not None
 
     @property
+    def is_cached(self) -> bool:
+        """Whether the request's results are from the result cache. Those of an answer without tokens are not."""
+        return self.is_replay and not self.parsed.is_prompt_alone
+
+    @property
     def is_open(self) -> bool:
         return self._sender is not None
 
@@ -228,7 +233,7 @@ class RequestHandle:
                 "num_preemptions": choice.num_preemptions,
                 "num_draft_tokens": choice.num_draft_tokens,
                 "num_accepted_drafts": choice.num_accepted_drafts,
-                "result_cached": self.is_replay,
+                "result_cached": self.is_cached,
             }
         ).encode()
 

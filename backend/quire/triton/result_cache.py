@@ -78,7 +78,7 @@ class ResultCache:
         if found is None and self._redis is not None and (data := self._redis.get(key)) is not None:
             found = _decoded(data, parsed, info)
             if found is not None:
-                self._memory.put(key, data)
+                self._remember(key, data)
         if found is None:
             adapters = {one.adapter: one.adapter_digest for one in (parsed, *parsed.others) if one.adapter}
             parsed.recording = Recording(key, info.fingerprint, adapters)
@@ -107,10 +107,13 @@ class ResultCache:
         data = _encoder.encode(Results(VERSION, list(recording.choices.values())))
         if len(data) > MAX_ENTRY_BYTES:
             return
-        if len(data) <= self._memory.max_bytes // MAX_SHARE:
-            self._memory.put(recording.key, data)
+        self._remember(recording.key, data)
         if self._redis is not None:
             self._redis.put(recording.key, data)
+
+    def _remember(self, key: bytes, data: bytes) -> None:
+        if len(data) <= self._memory.max_bytes // MAX_SHARE:
+            self._memory.put(key, data)
 
     def close(self) -> None:
         if self._redis is not None:

@@ -210,7 +210,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         num_draft_tokens=sum(choice.num_draft_tokens for choice in choices),
         num_accepted_drafts=sum(choice.num_accepted_drafts for choice in choices),
         num_continuations=max((choice.num_continuations for choice in choices), default=0),
-        result_cached=True if handle.is_replay else (False if parsed.recording else None),
+        result_cached=True if handle.is_cached else (False if parsed.recording else None),
         paused_s=max(
             (c.paused_s + (now - c.paused_at if c.paused_at else 0.0) for c in choices), default=0.0
         ),
