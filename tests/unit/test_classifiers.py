@@ -133,6 +133,7 @@ CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
         ({"id2label": {}}, "id2label must name 1 to"),
         ({"num_labels": 0}, "num_labels must be a positive"),
         ({"problem_type": "other"}, "problem_type must be one of"),
+        ({"problem_type": []}, "problem_type must be one of"),
         ({"sbert_ce_default_activation_function": "os.system"}, "activation 'os.system' of scores"),
     ],
 )

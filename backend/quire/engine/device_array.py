@@ -120,7 +120,7 @@ def read_dlpack(capsule: Any) -> tuple[int, int, tuple[int, int]]:
         raise EngineError(f"image_embeds: expected float32 [rows, hidden] on CUDA, got {kind} {shape}")
     if tensor.strides and (tensor.strides[0], tensor.strides[1]) != (shape[1], 1):
         raise EngineError("image_embeds: the tensor is not contiguous")
-    return tensor.data + tensor.byte_offset, tensor.device_id, (shape[0], shape[1])
+    return (tensor.data or 0) + tensor.byte_offset, tensor.device_id, (shape[0], shape[1])
 
 
 def _dl_tensor(capsule: Any) -> _DLTensor:

@@ -123,7 +123,7 @@ def read_classifier(hf: HFConfig) -> Classifier | None:
     problem = hf.get("problem_type")
     activation: Activation = "softmax" if len(labels) > 1 else "sigmoid"
     if problem is not None:
-        if problem not in _PROBLEM_TYPES:
+        if not isinstance(problem, str) or problem not in _PROBLEM_TYPES:
             raise hf.error(f"problem_type must be one of {', '.join(_PROBLEM_TYPES)}, got {problem!r:.80}")
         activation = _PROBLEM_TYPES[problem]
     nested = hf.get("sentence_transformers", {})

@@ -211,7 +211,7 @@ class DecodeGraphs:
     def _update_table(self) -> None:
         """Copies the block ids appended since the last replay to the device."""
         changes = self.batch.block_table.take_changes()
-        if len(changes):
+        if changes.shape[1]:
             places, blocks = to_device(changes, self.batch.device).unbind()
             _, rows, width = self.batch.block_table.table.shape
             # The mirror has one row more per group.
