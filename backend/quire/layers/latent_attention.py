@@ -174,7 +174,8 @@ class LatentAttention(nn.Module):
     def _expanded(
         self, query: torch.Tensor, rotary: torch.Tensor, kv_layer: KVLayer, part: Part
     ) -> torch.Tensor:
-        """Computes the expanded form, with arguments as in `_absorbed`. Returns [n, num_heads, value_dim]."""
+        """Computes the expanded form for the sequences of `part`; `query` and `rotary` as in `_absorbed`.
+        Returns [n, num_heads, value_dim]."""
         latent = self.latent
         cached = data_of(kv_layer)[part.blocks, 0, 0]  # [num_blocks, block_size, kv_rank + rope_dim]
         expanded = self.kv_up.packed(cached[..., : latent.kv_rank].flatten(0, 1))

@@ -167,7 +167,7 @@ class Linear(nn.Module):
         return self.packed.nbytes
 
     def packed_bytes(self, device_type: str) -> int:
-        """Estimates the bytes of the packed weights on this type of device."""
+        """Estimates what `nbytes` will be on this type of device. Works only before `pack`."""
         return self.tensors.packed_bytes(self.activation, device_type)
 
     def make_slots(self, num_slots: int, max_rank: int, device: torch.device) -> None:

@@ -65,7 +65,8 @@ class Pooling:
     generates: bool = True
     """Whether the model generates tokens."""
     is_encoder: bool = False
-    """Whether tokens see those behind them. A prompt is computed in one step then, and nothing is cached."""
+    """Whether tokens see those after them, too. A prompt is computed in one step then, and nothing is
+    cached."""
 
     @property
     def num_scores(self) -> int:
@@ -80,7 +81,7 @@ def read_pooling(checkpoint: Path, default: PoolingMode = "last") -> Pooling:
 
     Args:
         checkpoint: a directory, or a file, for which the defaults apply.
-        default: mode of a checkpoint without modules.json.
+        default: mode of a checkpoint without modules.json, or whose modules.json lists no pooling module.
 
     Raises:
         CheckpointError: a file is broken.

@@ -15,7 +15,7 @@ from quire_common.gguf_file import GGUFError, find_gguf, part_names
 
 
 def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
-    """Returns config.json, and generation_config.json or an empty dict.
+    """Returns config.json, and generation_config.json (an empty dict if there is none).
 
     Args:
         path: a directory, or a GGUF file, whose metadata appears under the keys of config.json.
@@ -46,7 +46,8 @@ def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
 
     They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added. If none
     of these names any, and config.json has no key `eos_token_id`, the default of transformers' class counts.
-    Of a GGUF file only the metadata count. Ids outside the vocabulary are left out.
+    With a GGUF file, its metadata stand for config.json, and neither the tokenizer nor that default counts.
+    Ids outside the vocabulary are left out.
 
     Args:
         hf: config.json from `read_configs`.
@@ -114,7 +115,7 @@ def named_tokens(tokenizer: str, names: str) -> list[tuple[str, int]]:
         names: the names, separated by a comma.
 
     Raises:
-        ConfigError: the names are not two tokens of the tokenizer.
+        ConfigError: the names are not two tokens of the tokenizer, or the tokenizer cannot be read.
     """
     from tokenizers import Tokenizer
 

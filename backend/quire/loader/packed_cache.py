@@ -193,7 +193,8 @@ class PackedCache:
                 path.unlink()
 
     def _make_room(self, size: int, place: Path) -> None:
-        """Removes the least recently used entries. A process that has one open can still read it."""
+        """Removes the least recently used entries until one of `size` bytes at `place` fits the limit. A
+        process that has a removed entry open can still read it."""
         found = []
         for path in self.directory.glob("*.weights"):
             with contextlib.suppress(OSError):
