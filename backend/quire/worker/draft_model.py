@@ -60,7 +60,7 @@ def check_draft(draft: DecoderConfig, target: DecoderConfig) -> None:
 
 
 class _Span(NamedTuple):
-    """Tokens [begin, end) of a request, to be computed."""
+    """Inputs [begin, end) of a request, to be computed."""
 
     row: int
     """Row in the block table."""

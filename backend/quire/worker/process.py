@@ -31,7 +31,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(connection: Connection) -> None:
-    """Answers the messages of the connection until it is closed."""
+    """Answers the messages of the connection until it is closed, or only the first if the runner cannot be
+    made."""
     start: Start = connection.recv()
     ranks = Ranks(start.rank, start.num_ranks)
     try:
@@ -79,7 +80,8 @@ def _ready(runner: ModelRunner) -> Ready:
 
 
 def end_with(pid: int, start_time: int) -> None:
-    """Ends this process when another one ends, whatever this one is doing then, such as loading a model.
+    """Ends this process when another one ends, whatever this one is doing then, such as loading a model. Raises
+    SystemExit if the other one has already ended.
 
     The socket does not show that the engine is dead while a fork of it lives.
     """

@@ -91,7 +91,7 @@ def join_drafts(
     and including the first that differs from its draft, and none from the first that failed after a draft.
 
     Args:
-        outputs: [N], each with one token or an error.
+        outputs: [N], each with one token or an error. The first of a row is extended in place.
         rows: [N], for each output the index of its row in the step.
         drafts: draft tokens by index of the row; a row with drafts has one sample more than drafts.
 
