@@ -16,8 +16,8 @@ from quire.models.interface import Model
 
 
 class AdapterMemory:
-    """Memory of a model's adapter slots: `max_loras` adapters of ranks up to `max_lora_rank` in each adaptable
-    layer. Raises ConfigError if no layer is adaptable."""
+    """Memory of a model's adapter slots: `max_loras` adapters of ranks up to `max_lora_rank` in each
+    adaptable layer. Raises ConfigError if no layer is adaptable."""
 
     def __init__(self, model: Model, config: AdapterConfig, device: torch.device) -> None:
         self._model, self._dtype = model, model.config.dtype

@@ -80,8 +80,8 @@ def _ready(runner: ModelRunner) -> Ready:
 
 
 def end_with(pid: int, start_time: int) -> None:
-    """Ends this process when another one ends, whatever this one is doing then, such as loading a model. Raises
-    SystemExit if the other one has already ended.
+    """Ends this process when another one ends, whatever this one is doing then, such as loading a model.
+    Raises SystemExit if the other one has already ended.
 
     The socket does not show that the engine is dead while a fork of it lives.
     """
