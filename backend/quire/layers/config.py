@@ -239,7 +239,7 @@ class AttentionKind(NamedTuple):
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Positions that a token sees, itself included; None: all."""
+    """Number of positions that a token sees, itself included; None: all."""
     softcap: float | None
     has_sinks: bool
 
@@ -268,7 +268,7 @@ class DecoderConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Positions that a token sees in each layer, itself included; None: all."""
+    """Number of positions that a token sees in each layer, itself included; None: all."""
     other_rope: RopeConfig | None = None
     """Rotary embedding of the layers in `other_rope_layers`; None: all layers have `rope`."""
     other_rope_layers: tuple[int, ...] = ()
@@ -322,7 +322,7 @@ class DecoderConfig:
     classifier: Classifier | None = None
     """Labels of the classifier on top of the layers; None: there is none."""
     scheme: LinearScheme = SCHEMES[None]
-    """Scheme of the linear layers."""
+    """Scheme of the linear layers, the embedding and the output head."""
     attention_backend: str | None = None
     """Implementation of attention that the configuration asks for; None: the best one. No checkpoint states
     it."""
@@ -587,15 +587,15 @@ def ropes_by_layer_type(
     by_type = hf.get("rope_parameters", {})
     if not isinstance(by_type, dict) or not all(isinstance(value, dict | None) for value in by_type.values()):
         raise hf.error("rope_parameters must hold an object for each type of layer")
-    # Older files state a scaling of the layers that see everything only.
+    # In older files, rope_scaling applies to full-attention layers only.
     full = {**(by_type.get("full_attention") or {}), **hf.get("rope_scaling", {})}
     sliding = by_type.get("sliding_attention") or {}
     return {"rope_theta": theta, **full}, {"rope_theta": sliding_theta, **sliding}
 
 
 def layers_without_rope(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers without rotary embedding: those with a 0 in `no_rope_layers`. Without that key,
-    every `no_rope_layer_interval`th layer. Raises CheckpointError."""
+    """Returns the indices of the layers without rotary embedding: those with a 0 in `no_rope_layers`. Without
+    that key, every `no_rope_layer_interval`th layer. Raises CheckpointError if one of these is wrong."""
     flags = hf.get("no_rope_layers")
     if not flags:
         interval = hf.require_int("no_rope_layer_interval", 4)

@@ -87,7 +87,7 @@ class Embedding(nn.Module):
         self.set_packed(self.tensors.pack(None), self._kept_table())
 
     def set_packed(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
-        """Uses weights that `pack` made earlier from the same tensors."""
+        """Uses weights that `pack` made earlier from the same tensors, and drops `tensors`."""
         self.packed, self.table = packed, table
         del self.tensors
 

@@ -37,7 +37,7 @@ _FUNCTIONS: dict[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Scores of a checkpoint: one for each label."""
+    """Description of the scores that a checkpoint gives: one for each label."""
 
     labels: tuple[str, ...]
     activation: Activation
@@ -60,7 +60,7 @@ class Pooling:
     classifier: Classifier | None = None
     """Scores that the model gives; None: it gives none."""
     token_ids: tuple[int, int] | None = None
-    """Tokens for no and yes. The logit of a score is that of the second less that of the first, at the last
+    """Ids of the tokens for no and yes. The logit of a score is that of yes less that of no, after the last
     token. None: the checkpoint has a head for scores, or there are none."""
     generates: bool = True
     """Whether the model generates tokens."""
@@ -154,7 +154,7 @@ def with_classifier(pooling: Pooling, classifier: Classifier, mode: PoolingMode)
 
 def _labels(hf: HFConfig) -> tuple[str, ...]:
     """Returns the labels' names in the order of the scores: those of `id2label`, else LABEL_0, LABEL_1 and so
-    on, as many as `num_labels` says (2 by default), as transformers does."""
+    on, as many as `num_labels` says (2 by default), as transformers does. Raises CheckpointError."""
     named = hf.get("id2label")
     if named is None:
         return tuple(f"LABEL_{index}" for index in range(hf.require_int("num_labels", 2, most=MAX_LABELS)))

@@ -140,7 +140,8 @@ class RopeConfig:
         """Number of positions that the scaling was made for.
 
         With `dynamic`, this is max_position_embeddings times the factor. With `yarn`, this is the original
-        length times the factor. With all others, and wherever that is more, this is max_position_embeddings.
+        length times the factor. With all others, this is max_position_embeddings. It is never less than
+        max_position_embeddings.
         """
         factor = self.parameters.get("factor") or 1.0
         if self.rope_type == "dynamic":

@@ -79,7 +79,8 @@ def _token_ids(file: Path, value: Any, key: str = "eos_token_id") -> frozenset[i
 
 
 def _tokenizer_eos(directory: Path) -> frozenset[int]:
-    """Returns the id of the tokenizer's `eos_token`; empty: there is none, or it is not an added token."""
+    """Returns the id of the tokenizer's `eos_token`; empty: there is none, or it is not an added token.
+    Raises CheckpointError if the tokenizer's files are broken."""
     files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     configs = [read_json(file) for file in files if file.exists()]
     named = [config["eos_token"] for config in configs if config.get("eos_token")]
@@ -124,7 +125,7 @@ def named_tokens(tokenizer: str, names: str) -> list[tuple[str, int]]:
     key, split = "classifier_from_token", [name.strip() for name in names.split(",")]
     try:
         read = Tokenizer.from_str(tokenizer_json(Path(tokenizer)))
-    except Exception as error:  # of Rust, which has one class
+    except Exception as error:  # the tokenizers library raises no narrower class
         raise ConfigError(f"{key}: the tokenizer cannot be read: {one_line(error)}") from None
     found = [(name, at) for name in split if (at := read.token_to_id(name)) is not None]
     if not len(split) == len(found) == 2:

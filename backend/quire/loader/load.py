@@ -48,8 +48,8 @@ _MOST_WEIGHTS_PER_BYTE = 8
 """Most weights that a byte of a weight file may stand for, however it is quantised. A model with more weights
 than that is refused before memory is taken for it."""
 _WEIGHTS_PER_EXPERT = 2**14
-"""Weights that each expert adds to its own when a model's size is compared with its files: Python's objects
-for an expert take some 10 KB."""
+"""Number of weights added for each expert when the size of a model is compared with that of its files:
+Python's objects for an expert take some 10 KB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def empty_model(
         # Quantised weights have lost more precision than bfloat16 takes from activations.
         dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
         if rules is not None and (config.dtype, dtype, device.type) == ("auto", torch.float16, "cpu"):
-            dtype = torch.bfloat16  # of which there are products here
+            dtype = torch.bfloat16  # which CPU kernels can multiply
         parsed = kind.parse_config(hf, dtype)
     files = None if config.load_format == "dummy" else find_weights(config, hf.gguf)
     scheme = (files and files.scheme) or SCHEMES[config.quantization]

@@ -53,8 +53,8 @@ _ALIGNMENT = 4096
 _THREADS = 8
 """Number of threads that read."""
 _PART = 2**21
-"""Bytes that are read, written and digested at a time. They are still in the processor's cache for the next
-of these."""
+"""Bytes that are read, written and digested at a time: so few that those that were read are still in the
+processor's cache when they are digested."""
 _SETTLED_NS = 10**9
 """Least age in ns of a file's last change when it is looked at. A younger file may change again within the
 same time stamp."""

@@ -75,7 +75,7 @@ class Grammars:
 
     def warm_up(self) -> None:
         """Reads the vocabulary, which holds the interpreter lock, before requests wait."""
-        with contextlib.suppress(InvalidArgumentError):  # told to who has a grammar
+        with contextlib.suppress(InvalidArgumentError):  # requests with a grammar get this error
             self._vocabulary = self._make_vocabulary()
 
     def begin(self, structured: StructuredOutput, num_prompt_tokens: int, ignore_eos: bool) -> RowGrammar:

@@ -75,7 +75,7 @@ class CachedRequest:
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
             self.token_ids += token_ids
-            # Behind its last right draft is what the newest token stands in place of.
+            # If the draft model has computed the newest token's place, that was with a wrong draft.
             self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
     def on_failed(self) -> None:

@@ -175,7 +175,7 @@ class ModelRunner:
             timeline.end("draft model")
             is_eager |= draft.fed_size > 0  # recorded steps keep no hidden states
         graph_backend = make_graph_backend(self.device, is_eager)
-        # Nothing has a gradient: what is saved is time of operators, of which one call has none.
+        # Nothing has a gradient. inference_mode only saves time of torch's operators, and one call has none.
         is_fused = self.model.is_fused and (draft is None or draft.is_fused)
         self._no_autograd = nullcontext if is_fused else torch.inference_mode
         layout = KVLayout.from_config(config, self.model, draft)
@@ -603,7 +603,7 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
     wanted = shape.attention_backend
     if wanted is None:
         return
-    # Only what is asked for, and the table of all where that is refused: some compile to know what they can.
+    # Asks the wanted one only, and all of them if it refuses: some must compile to know what they support.
     known = {one.name: one for one in registry.implementations("paged_attention")}
     for facts in _attention_facts(config, shape):
         reason: str | None = "there is none of this name"

@@ -37,7 +37,7 @@ def serve(connection: Connection) -> None:
     ranks = Ranks(start.rank, start.num_ranks)
     try:
         device = resolve_device(start.config.model.device, ranks)
-        # Of all interfaces gloo would take the one that the host's name leads to.
+        # Without this, gloo uses the network interface that the host's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         ranks.join(start.store, device)
         runner = ModelRunner(start.config, ranks=ranks)

@@ -25,8 +25,8 @@ from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, Reo
 
 logger = logging.getLogger("quire")
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_format")
-"""Suffixes of tensors that are not read: how inputs were to be quantised, which is decided at run time here,
-or nothing useful."""
+"""Suffixes of tensors that are not read. They state how inputs were to be quantised, which is decided at run
+time here, or nothing useful."""
 _MAX_STATE = 2**16
 """Most bytes of a layer's `quant_state` of bitsandbytes. It usually has some 100."""
 _KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
@@ -215,7 +215,7 @@ class ForeignTensors:
 
     table: torch.Tensor | None = None
     is_head = False
-    """Whether it computes logits."""
+    """Whether the table computes logits."""
 
     def __init__(
         self,
