@@ -109,7 +109,7 @@ class HFConfig:
             text = _completed(path, text)
         outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
         if outer.get("tie_word_embeddings") is False and text.get("tie_word_embeddings"):
-            del outer["tie_word_embeddings"]  # the default of the whole; older files state it in text_config only
+            del outer["tie_word_embeddings"]  # the whole's default; older files state it in text_config only
         return cls(path, {**text, **outer})
 
     def get(self, key: str, default: Any = None) -> Any:
