@@ -1,4 +1,5 @@
 """Building blocks of models, and the parts of a checkpoint's configuration that they need.
 
-A layer's `weights` tell which checkpoint tensor fills which of its weights.
+Linear layers and embeddings have a method `weights`, which names the checkpoint tensor that fills each of
+their weights.
 """

@@ -84,8 +84,8 @@ class Attention(nn.Module):
         return attended.flatten(1)
 
     def _queries(self, heads: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Returns the queries [num_tokens, num_heads, head_dim], normalised and rotated, and writes keys and
-        values to the cache."""
+        """Returns the rotated queries [num_tokens, num_heads, head_dim], normalised if the layer has norms.
+        Writes the keys and values to the cache."""
         cos, sin, kv_layer, slots = context.cos, context.sin, context.kv_layer, context.meta.slot_mapping
         norms = None
         if self.q_norm is not None and self.k_norm is not None:

@@ -40,7 +40,7 @@ class ExpertsConfig:
     token."""
 
     layers: tuple[int, ...]
-    """Indices of the layers with experts. The others have a feed-forward part of
+    """Indices of the layers with experts. Feed-forward parts of other layers have
     `DecoderConfig.intermediate_size`."""
     num_experts: int
     """Number of a layer's routed experts, without the shared expert."""
@@ -97,8 +97,8 @@ class ExpertsConfig:
         """Reads the keys of DeepSeek's checkpoints, and of others that use the same keys.
 
         Version 3 scores experts by sigmoids with a bias, and groups by their two best experts (`topk_method`
-        noaux_tc). Version 2 scores experts by softmax. It chooses among all experts (greedy) or in the groups
-        with the best expert (group_limited_greedy). Softmax shares are never renormalised.
+        noaux_tc). Version 2 scores experts by softmax. It chooses among all experts (greedy), or groups by
+        their best expert (group_limited_greedy). Softmax shares are never renormalised.
 
         Args:
             scoring: the scoring that the family's class computes. A file may state it under `scoring_func`.
@@ -239,7 +239,7 @@ class AttentionKind(NamedTuple):
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Positions that a token sees, itself included; None: all."""
+    """Number of positions that a token sees, itself included; None: all."""
     softcap: float | None
     has_sinks: bool
 
@@ -260,14 +260,15 @@ class DecoderConfig:
     max_position_embeddings: int
     """Longest sequence that the checkpoint states, in tokens; the default of `max_model_len`."""
     dtype: torch.dtype
-    """Type of weights, activations and the KV cache."""
+    """Type of activations, of weights that are not quantised, and of keys and values in the KV cache unless
+    `kv_cache_dtype` says otherwise."""
     rms_norm_eps: float
     activation: str
     """Operators' name of the gate's activation: one of ACTIVATIONS' values."""
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Positions that a token sees in each layer, itself included; None: all."""
+    """Number of positions that a token sees in each layer, itself included; None: all."""
     other_rope: RopeConfig | None = None
     """Rotary embedding of the layers in `other_rope_layers`; None: all layers have `rope`."""
     other_rope_layers: tuple[int, ...] = ()
@@ -321,7 +322,7 @@ class DecoderConfig:
     classifier: Classifier | None = None
     """Labels of the classifier on top of the layers; None: there is none."""
     scheme: LinearScheme = SCHEMES[None]
-    """Scheme of the linear layers."""
+    """Scheme of the linear layers, the embedding and the output head."""
     attention_backend: str | None = None
     """Implementation of attention that the configuration asks for; None: the best one. No checkpoint states
     it."""
@@ -397,7 +398,8 @@ class DecoderConfig:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights in the model's matrices."""
+        """Number of weights in the matrices of the layers, the embedding and the output head. It is only
+        about right for families whose layers differ in size."""
         experts = self.experts
         tables = 1 if self.tie_word_embeddings else 2
         of_layers = self.layer_weights(0 if experts is None else experts.num_experts)
@@ -405,7 +407,7 @@ class DecoderConfig:
 
     def layer_weights(self, num_experts: int) -> int:
         """Returns the number of weights in the matrices of all layers, counting `num_experts` routed experts
-        and the shared expert in a layer."""
+        and the shared expert in each layer with experts."""
         rows = self.num_layers * 3 * self.intermediate_size
         if self.experts is not None:
             inner = num_experts * self.experts.intermediate_size + self.experts.shared_size
@@ -446,7 +448,8 @@ class DecoderConfig:
 
     @property
     def input_sizes(self) -> dict[str, int]:
-        """Input features of the kinds of linear layers that the model has, by their names."""
+        """Input features of the linear layers that `quantization` (see ModelConfig) applies to, by names for
+        error messages."""
         sizes = {
             "hidden_size": self.hidden_size,
             **self.inner_sizes,
@@ -458,13 +461,14 @@ class DecoderConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """For each layer, the layer whose keys and values it reads: itself or, for some layers at the end, an
-        earlier one."""
+        """For each layer, the layer whose part of the KV cache it reads: itself or, for some layers at the
+        end, an earlier one."""
         return tuple(range(self.num_layers))
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """Windows of the layers that keep keys and values of their own. These come first."""
+        """Windows of the layers that have a part of the KV cache of their own. Such layers come before all
+        others."""
         return self.sliding_windows[: max(self.kv_layers) + 1]
 
     @property
@@ -583,15 +587,15 @@ def ropes_by_layer_type(
     by_type = hf.get("rope_parameters", {})
     if not isinstance(by_type, dict) or not all(isinstance(value, dict | None) for value in by_type.values()):
         raise hf.error("rope_parameters must hold an object for each type of layer")
-    # Older files state a scaling of the layers that see everything only.
+    # In older files, rope_scaling applies to full-attention layers only.
     full = {**(by_type.get("full_attention") or {}), **hf.get("rope_scaling", {})}
     sliding = by_type.get("sliding_attention") or {}
     return {"rope_theta": theta, **full}, {"rope_theta": sliding_theta, **sliding}
 
 
 def layers_without_rope(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers without rotary embedding: those with a 0 in `no_rope_layers`. Without that key,
-    every `no_rope_layer_interval`th layer. Raises CheckpointError."""
+    """Returns the indices of the layers without rotary embedding: those with a 0 in `no_rope_layers`. Without
+    that key, every `no_rope_layer_interval`th layer. Raises CheckpointError if one of these is wrong."""
     flags = hf.get("no_rope_layers")
     if not flags:
         interval = hf.require_int("no_rope_layer_interval", 4)

@@ -29,8 +29,8 @@ class Embedding(nn.Module):
     tensors: LayerTensors
     """Tensors that the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
-    """The table packed as output head. Rows are looked up in it unless `table` is set. It does not exist
-    before `pack`."""
+    """The packed table. With `is_head` it computes logits. Rows are looked up in it, unless `table` is set.
+    It does not exist before `pack`."""
     table: torch.Tensor | None
     """Matrix in which rows are looked up, see `LayerTensors.table`; None: `packed` is used. It does not exist
     before `pack`."""
@@ -87,7 +87,7 @@ class Embedding(nn.Module):
         self.set_packed(self.tensors.pack(None), self._kept_table())
 
     def set_packed(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
-        """Uses weights that `pack` made earlier from the same tensors."""
+        """Uses weights that `pack` made earlier from the same tensors, and drops `tensors`."""
         self.packed, self.table = packed, table
         del self.tensors
 
@@ -97,7 +97,7 @@ class Embedding(nn.Module):
         return self.packed.nbytes + (0 if self.table is None else self.table.nbytes)
 
     def packed_bytes(self, device_type: str) -> int:
-        """Estimates the bytes of the packed weights on this type of device."""
+        """Estimates what `nbytes` will be on this type of device. Works only before `pack`."""
         table = self._kept_table()
         return self.tensors.packed_bytes(None, device_type) + (0 if table is None else table.nbytes)
 

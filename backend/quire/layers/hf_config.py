@@ -45,7 +45,7 @@ _OUTER_KEYS = (
     "eos_token_id",
     "vision_config",
 )
-"""Keys outside `text_config` that apply to the text part too."""
+"""Keys outside `text_config` that `HFConfig.read` adds to those of the text part."""
 
 _SIZES = {
     "vocab_size",
@@ -60,9 +60,11 @@ _SIZES = {
 
 
 MAX_SIZE = 2**24
-"""Largest dimension of a model: with this bound, the bytes of any of its matrices fit a 64-bit number."""
+"""Largest size that a file may state for a dimension. With this bound and MAX_HEADS, the bytes of any matrix
+of the model fit a 64-bit number."""
 MAX_HEADS = 2**16
-"""Largest number of heads, and largest size of a head: their product is a dimension of matrices, too."""
+"""Largest number of heads, and largest size of a head. It is less than MAX_SIZE because their product is a
+dimension of matrices."""
 
 
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class HFConfig:
             text = _completed(path, text)
         outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
         if outer.get("tie_word_embeddings") is False and text.get("tie_word_embeddings"):
-            del outer["tie_word_embeddings"]  # the whole's default, of what only the text part stated once
+            del outer["tie_word_embeddings"]  # the whole's default; older files state it in text_config only
         return cls(path, {**text, **outer})
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -162,7 +164,7 @@ class HFConfig:
 
     @property
     def architecture(self) -> str:
-        """Returns the class name under `architectures`; raises CheckpointError if there is none."""
+        """Returns the first class name under `architectures`; raises CheckpointError if there is none."""
         names = self.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise self.error(f"architectures must name the model's class, got {names!r}")

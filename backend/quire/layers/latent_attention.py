@@ -102,7 +102,7 @@ class LatentAttention(nn.Module):
         """Makes the matrices of the absorbed form from `kv_b_proj`, once that is packed. On devices other
         than a CPU, sets `least_expanded`."""
         latent, dtype = self.latent, self.kv_up.dtype
-        # Of whatever format it is: the matrix is what it makes of ones.
+        # Whatever its format is, its product with the identity is the matrix.
         ones = torch.eye(latent.kv_rank, dtype=dtype, device=self.kv_a_layernorm.weight.device)
         matrices = self.kv_up.packed(ones).T.view(self.num_heads, -1, latent.kv_rank)
         keys, values = matrices.split([latent.nope_dim, latent.value_dim], dim=1)
@@ -123,7 +123,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Computes attention of [num_tokens, hidden_size] in the same shape, and writes the new tokens'
-        latents to the cache."""
+        latents and rotated keys to the cache."""
         kv_layer, meta, adapters = context.kv_layer, context.meta, context.adapters
         latent = self.latent
         kv_size = latent.kv_rank + latent.rope_dim
@@ -174,7 +174,8 @@ class LatentAttention(nn.Module):
     def _expanded(
         self, query: torch.Tensor, rotary: torch.Tensor, kv_layer: KVLayer, part: Part
     ) -> torch.Tensor:
-        """Computes the expanded form, with arguments as in `_absorbed`. Returns [n, num_heads, value_dim]."""
+        """Computes the expanded form for the sequences of `part`; `query` and `rotary` as in `_absorbed`.
+        Returns [n, num_heads, value_dim]."""
         latent = self.latent
         cached = data_of(kv_layer)[part.blocks, 0, 0]  # [num_blocks, block_size, kv_rank + rope_dim]
         expanded = self.kv_up.packed(cached[..., : latent.kv_rank].flatten(0, 1))

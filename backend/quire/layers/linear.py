@@ -56,7 +56,8 @@ class PartSlots:
             self.filled[slot] = 0
 
     def fill(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Copies A [rank, in_features] and B [out_features, rank] into a slot that is clear."""
+        """Copies A [rank, in_features] and B [out_features, rank], scaling included, into a slot that is
+        clear."""
         self.a[slot, : a.shape[0]].copy_(a, non_blocking=True)
         self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
         self.filled[slot] = 1
@@ -157,7 +158,7 @@ class Linear(nn.Module):
         self.set_packed(self.tensors.pack(self.activation))
 
     def set_packed(self, packed: PackedLinear) -> None:
-        """Uses weights that `pack` made earlier from the same tensors."""
+        """Uses weights that `pack` made earlier from the same tensors, and drops `tensors`."""
         self.packed = packed
         del self.tensors
 
@@ -167,7 +168,7 @@ class Linear(nn.Module):
         return self.packed.nbytes
 
     def packed_bytes(self, device_type: str) -> int:
-        """Estimates the bytes of the packed weights on this type of device."""
+        """Estimates what `nbytes` will be on this type of device. Works only before `pack`."""
         return self.tensors.packed_bytes(self.activation, device_type)
 
     def make_slots(self, num_slots: int, max_rank: int, device: torch.device) -> None:

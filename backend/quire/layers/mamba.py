@@ -36,7 +36,7 @@ class MambaShape:
     """See `StateSpace`."""
 
     def check(self, hf: HFConfig, heads: str, groups: str, taps: str) -> None:
-        """Raises CheckpointError if sizes do not fit each other.
+        """Raises CheckpointError if `num_groups` does not divide `num_heads`, or `num_taps` is less than 2.
 
         Args:
             heads: key of `num_heads` in config.json.
@@ -79,8 +79,8 @@ class MambaShape:
 
 
 def step_limit(hf: HFConfig) -> tuple[float, float]:
-    """Returns `time_step_limit`, by default (0, infinity). Raises CheckpointError if it is no pair of numbers
-    in ascending order."""
+    """Returns `time_step_limit`, by default (0, infinity). Raises CheckpointError unless it is a pair of
+    numbers of at least 0, the second no less than the first."""
     limit = hf.get("time_step_limit", (0.0, math.inf))
     is_pair = isinstance(limit, list | tuple) and len(limit) == 2
     # transformers writes infinity as this object, and others as the number that Python's JSON has.

@@ -16,7 +16,7 @@ class GatedMLP(nn.Module):
     Args:
         config: the model's configuration.
         inner: inner size.
-        names: names of gate, up and down in the checkpoint.
+        names: names of gate, up and down in the checkpoint. With `fused_gate_up`, only the last one is used.
     """
 
     def __init__(

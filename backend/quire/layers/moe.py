@@ -29,7 +29,7 @@ class Routes(NamedTuple):
 
 
 class Router(Linear):
-    """Router: chooses the experts with the largest scores for each token."""
+    """Router: chooses each token's experts and computes their shares; see `Routing`."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, name: str) -> None:
         parts = {name: experts.num_experts}
@@ -115,8 +115,8 @@ class MixtureOfExperts(nn.Module):
 class SquaredUp:
     """Up projection of an expert without a gate, with its activation: relu(up(x)) ** 2.
 
-    It has of PackedLinear what the PyTorch implementation of `moe` needs, which is the only one for experts
-    without a gate.
+    It has only those parts of PackedLinear that the PyTorch implementation of `moe` needs. No other
+    implementation supports experts without a gate.
     """
 
     def __init__(self, up: PackedLinear) -> None:
@@ -130,8 +130,8 @@ class SquaredUp:
 class SquaredExperts(MixtureOfExperts):
     """Mixture-of-experts layer whose experts have no gate; see `SquaredReLU`.
 
-    Tokens may be projected to smaller vectors before the routed experts, and back after them. The shared
-    expert computes hidden states.
+    Hidden states may be projected to smaller vectors before the routed experts, and back after them. The
+    shared expert reads the hidden states themselves.
     """
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:

@@ -37,7 +37,7 @@ _FUNCTIONS: dict[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Scores of a checkpoint: one for each label."""
+    """Description of the scores that a checkpoint gives: one for each label."""
 
     labels: tuple[str, ...]
     activation: Activation
@@ -60,12 +60,13 @@ class Pooling:
     classifier: Classifier | None = None
     """Scores that the model gives; None: it gives none."""
     token_ids: tuple[int, int] | None = None
-    """Tokens for no and yes. The logit of a score is that of the second less that of the first, at the last
+    """Ids of the tokens for no and yes. The logit of a score is that of yes less that of no, after the last
     token. None: the checkpoint has a head for scores, or there are none."""
     generates: bool = True
     """Whether the model generates tokens."""
     is_encoder: bool = False
-    """Whether tokens see those behind them. A prompt is computed in one step then, and nothing is cached."""
+    """Whether tokens see those after them, too. A prompt is computed in one step then, and nothing is
+    cached."""
 
     @property
     def num_scores(self) -> int:
@@ -80,7 +81,7 @@ def read_pooling(checkpoint: Path, default: PoolingMode = "last") -> Pooling:
 
     Args:
         checkpoint: a directory, or a file, for which the defaults apply.
-        default: mode of a checkpoint without modules.json.
+        default: mode of a checkpoint without modules.json, or whose modules.json lists no pooling module.
 
     Raises:
         CheckpointError: a file is broken.
@@ -153,7 +154,7 @@ def with_classifier(pooling: Pooling, classifier: Classifier, mode: PoolingMode)
 
 def _labels(hf: HFConfig) -> tuple[str, ...]:
     """Returns the labels' names in the order of the scores: those of `id2label`, else LABEL_0, LABEL_1 and so
-    on, as many as `num_labels` says (2 by default), as transformers does."""
+    on, as many as `num_labels` says (2 by default), as transformers does. Raises CheckpointError."""
     named = hf.get("id2label")
     if named is None:
         return tuple(f"LABEL_{index}" for index in range(hf.require_int("num_labels", 2, most=MAX_LABELS)))

@@ -3,14 +3,14 @@
 A position's rotation must not depend on the request or the batch, because cached keys are already rotated and
 may be shared. In `transformers`, two types of scaling depend on the length of the *sequence*:
 
-- `dynamic` (NTK) changes all frequencies once a sequence outgrows max_position_embeddings, and again with
+- `dynamic` (NTK) changes the frequencies once a sequence outgrows max_position_embeddings, and again with
   every further token. Keys that were cached before keep their old rotation.
 - `longrope` changes from its short to its long factors beyond original_max_position_embeddings.
 
-Here the engine's `max_model_len` decides instead. If it is at most the original length, every sequence gets
-the result of `transformers`. If it is larger, all sequences get the frequencies that `transformers` uses for
-a sequence of `max_model_len` tokens. All positions are then consistent, but short sequences differ from
-`transformers`.
+Here the engine's `max_model_len` decides instead. If it is at most the length named above for the type, every
+sequence gets the result of `transformers`. If it is larger, all sequences get the frequencies that
+`transformers` uses for a sequence of `max_model_len` tokens. All positions are then consistent, but short
+sequences differ from `transformers`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class RopeConfig:
     rope_type: str
     theta: float
     rotary_dim: int
-    """Number of leading dimensions of a head that are rotated; even."""
+    """Number of leading dimensions of a head that take part in the rotation; even. Some may have frequency
+    0, so that they do not turn."""
     max_position_embeddings: int
     original_max_position_embeddings: int
     """Context length before scaling, in tokens; equals max_position_embeddings if the file states none."""
     parameters: dict[str, Any]
-    """Parameters of the rope type, under their names in config.json."""
+    """Parameters of the rope type, under their names in config.json. For `proportional` there is also
+    `num_turning`: the number of frequencies that are not 0."""
     mrope_section: tuple[int, ...] | None = None
     """M-RoPE: how many of the rotary_dim / 2 frequencies follow each of the three position axes; None: no
     M-RoPE."""
@@ -138,7 +140,7 @@ class RopeConfig:
         """Number of positions that the scaling was made for.
 
         With `dynamic`, this is max_position_embeddings times the factor. With `yarn`, this is the original
-        length times the factor, if that is more than max_position_embeddings. With all others, this is
+        length times the factor. With all others, this is max_position_embeddings. It is never less than
         max_position_embeddings.
         """
         factor = self.parameters.get("factor") or 1.0
@@ -150,8 +152,8 @@ class RopeConfig:
 
 
 def first_stated(*values: Any) -> Any:
-    """Returns the first value that the file states. 0 and false count as stated, so that they are refused
-    later."""
+    """Returns the first value that the file states, which is the first that is not None; None: there is none.
+    0 and false count as stated, so that they are refused later."""
     return next((value for value in values if value is not None), None)
 
 
@@ -174,7 +176,8 @@ def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor
         float32 [rotary_dim / 2], radians per position; and the attention factor.
 
     Raises:
-        ValueError: the parameters give numbers that are not finite.
+        ValueError: the parameters give frequencies that are not finite, or an attention factor that is not
+            positive and finite.
     """
     if rope.rope_type == "dynamic" and max_model_len > rope.max_position_embeddings:
         return _inverse(rope.rotary_dim, _dynamic_theta(rope, max_model_len)), 1.0
@@ -252,7 +255,7 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """Factor by which YaRN multiplies the lengths of queries and keys (arXiv 2309.00071, section 3.4)."""
+    """Returns the factor by which YaRN multiplies queries and keys (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -268,7 +271,7 @@ def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of a batch's positions, computed once per step for all layers.
+    """Cosines and sines of a batch's positions, computed once per step for all layers with the same rope.
 
     They are looked up in a table (128 k positions of 128 dimensions take 64 MiB). On a CPU it grows with the
     largest position used; on a GPU it holds all `max_model_len` positions. Computing them in each step is

@@ -60,11 +60,11 @@ def layer_kinds(hf: HFConfig, key: str, num_layers: int | None, names: Mapping[s
 
     Args:
         key: key of the list.
-        num_layers: required length; None: any.
+        num_layers: required length; None: any but 0.
         names: kinds by the names that the list may have.
 
     Raises:
-        CheckpointError: the list has another length, or a name that is not in `names`.
+        CheckpointError: there is no list, it has another length, or a name that is not in `names`.
     """
     types = hf.get(key)
     is_right = isinstance(types, list) and all(isinstance(one, str) and one in names for one in types)

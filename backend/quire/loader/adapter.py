@@ -124,8 +124,8 @@ def read_adapter(
 
 
 def _regular(path: Path, root: Path | None) -> Path | None:
-    """Returns the path if a file is there; None: nothing is. Raises CheckpointError if it is no regular file,
-    or lies outside `root`."""
+    """Returns the path if there is a file; None: there is none. Raises CheckpointError if it is no regular
+    file, or lies outside `root`."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -210,7 +210,8 @@ class _Config:
         """Returns (name of the model's target, "A" or "B") for a stored tensor.
 
         Raises:
-            CheckpointError: it is no matrix of an adapter, or the configuration does not adapt its layer.
+            CheckpointError: the tensor is no matrix of an adapter, or the configuration does not adapt its
+                layer.
         """
         module, _, end = stored.name.rpartition(".lora_")
         side, _, rest = end.partition(".")

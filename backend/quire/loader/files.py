@@ -45,7 +45,7 @@ class WeightFiles(NamedTuple):
     """The files that hold a checkpoint's weights."""
 
     source: Path
-    """File that error messages name: the index, or the only file."""
+    """File that error messages name: the index, the only file, or the first part of a split GGUF file."""
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[NamedTensor]]
     scheme: LinearScheme | None = None
@@ -66,7 +66,7 @@ class WeightFiles(NamedTuple):
 
 
 def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFiles:
-    """Chooses the weight files by `load_format`; `auto` takes safetensors or GGUF.
+    """Chooses the weight files by `load_format`; `auto` accepts GGUF and safetensors.
 
     Args:
         config: the fields `model`, `load_format` and `quantization` are used.

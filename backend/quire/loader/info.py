@@ -15,7 +15,7 @@ from quire_common.gguf_file import GGUFError, find_gguf, part_names
 
 
 def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
-    """Returns config.json, and generation_config.json or an empty dict.
+    """Returns config.json, and generation_config.json (an empty dict if there is none).
 
     Args:
         path: a directory, or a GGUF file, whose metadata appears under the keys of config.json.
@@ -46,7 +46,8 @@ def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
 
     They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added. If none
     of these names any, and config.json has no key `eos_token_id`, the default of transformers' class counts.
-    Of a GGUF file only the metadata count. Ids outside the vocabulary are left out.
+    With a GGUF file, its metadata stand for config.json, and neither the tokenizer nor that default counts.
+    Ids outside the vocabulary are left out.
 
     Args:
         hf: config.json from `read_configs`.
@@ -78,7 +79,8 @@ def _token_ids(file: Path, value: Any, key: str = "eos_token_id") -> frozenset[i
 
 
 def _tokenizer_eos(directory: Path) -> frozenset[int]:
-    """Returns the id of the tokenizer's `eos_token`; empty: there is none, or it is not an added token."""
+    """Returns the id of the tokenizer's `eos_token`; empty: there is none, or it is not an added token.
+    Raises CheckpointError if the tokenizer's files are broken."""
     files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     configs = [read_json(file) for file in files if file.exists()]
     named = [config["eos_token"] for config in configs if config.get("eos_token")]
@@ -114,7 +116,7 @@ def named_tokens(tokenizer: str, names: str) -> list[tuple[str, int]]:
         names: the names, separated by a comma.
 
     Raises:
-        ConfigError: the names are not two tokens of the tokenizer.
+        ConfigError: the names are not two tokens of the tokenizer, or the tokenizer cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -123,7 +125,7 @@ def named_tokens(tokenizer: str, names: str) -> list[tuple[str, int]]:
     key, split = "classifier_from_token", [name.strip() for name in names.split(",")]
     try:
         read = Tokenizer.from_str(tokenizer_json(Path(tokenizer)))
-    except Exception as error:  # of Rust, which has one class
+    except Exception as error:  # the tokenizers library raises no narrower class
         raise ConfigError(f"{key}: the tokenizer cannot be read: {one_line(error)}") from None
     found = [(name, at) for name in split if (at := read.token_to_id(name)) is not None]
     if not len(split) == len(found) == 2:

@@ -48,8 +48,8 @@ _MOST_WEIGHTS_PER_BYTE = 8
 """Most weights that a byte of a weight file may stand for, however it is quantised. A model with more weights
 than that is refused before memory is taken for it."""
 _WEIGHTS_PER_EXPERT = 2**14
-"""Weights that each expert adds to its own when a model's size is compared with its files: Python's objects
-for an expert take some 10 KB."""
+"""Number of weights added for each expert when the size of a model is compared with that of its files:
+Python's objects for an expert take some 10 KB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class LoadedModel:
     weights_digest: str = ""
     """`digest_weights` of the model; empty: it was not asked for."""
     cache_writer: BackgroundWriter | None = None
-    """Thread that writes the packed weights for the next start; None: they are not cached."""
+    """Thread that writes the packed weights for the next start; None: there is nothing to write."""
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
@@ -102,7 +102,7 @@ def load_model(
 
     Args:
         config: the fields `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization,
-            attention_backend, packed_weights_size, model_impl and model_class are used.
+            attention_backend, packed_weights_size, model_impl, model_class and draft_model are used.
         device: device of the weights.
         check: called before the weights are read; raises an error if the model's shape is not allowed.
         with_digest: whether `LoadedModel.weights_digest` is computed.
@@ -112,8 +112,8 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is missing, broken or unsupported, or changed while it was read. The
             message is one line that names the file.
-        ConfigError: the checkpoint's shapes do not allow the quantisation, or this number of ranks; or there
-            is no head.
+        ConfigError: the checkpoint does not allow the quantisation, or this number of ranks; it has no head
+            for multi-token prediction; or it is a draft head, and `draft_model` does not name it.
     """
     state = checkpoint_state(config.model)
     cache = None if is_head else PackedCache.from_config(config, device)
@@ -185,7 +185,7 @@ def empty_model(
         # Quantised weights have lost more precision than bfloat16 takes from activations.
         dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
         if rules is not None and (config.dtype, dtype, device.type) == ("auto", torch.float16, "cpu"):
-            dtype = torch.bfloat16  # of which there are products here
+            dtype = torch.bfloat16  # which CPU kernels can multiply
         parsed = kind.parse_config(hf, dtype)
     files = None if config.load_format == "dummy" else find_weights(config, hf.gguf)
     scheme = (files and files.scheme) or SCHEMES[config.quantization]
@@ -304,8 +304,8 @@ class _Packing:
 
 
 def fill_randomly(model: Model) -> None:
-    """Fills matrices with seeded random numbers, so that products are as large as their inputs, vectors of
-    numbers with 1, and vectors of integers with 0."""
+    """Fills the weights of a model. Matrices get seeded random numbers, so that products are about as large
+    as their inputs; vectors of floating-point numbers get 1, vectors of integers 0."""
     weights = [weight for _, weight, _ in model.weights()]
     generator = torch.Generator(weights[0].device).manual_seed(0)
     with torch.no_grad():
@@ -328,8 +328,8 @@ def fill_weights(
         model: model whose `weights()` are filled.
         tensors: tensors of the checkpoint, in any order.
         source: file that errors about missing tensors name.
-        on_filled: called with the name and memory of each filled weight; this function holds no other
-            reference to that memory.
+        on_filled: called with the name and memory of each filled weight. Soon afterwards this function drops
+            its own references to that memory.
 
     Raises:
         CheckpointError: a tensor cannot be read, is there twice, or has a wrong shape or type; tensors are

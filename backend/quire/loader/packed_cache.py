@@ -53,8 +53,8 @@ _ALIGNMENT = 4096
 _THREADS = 8
 """Number of threads that read."""
 _PART = 2**21
-"""Bytes that are read, written and digested at a time. They are still in the processor's cache for the next
-of these."""
+"""Bytes that are read, written and digested at a time: so few that those that were read are still in the
+processor's cache when they are digested."""
 _SETTLED_NS = 10**9
 """Least age in ns of a file's last change when it is looked at. A younger file may change again within the
 same time stamp."""
@@ -193,7 +193,8 @@ class PackedCache:
                 path.unlink()
 
     def _make_room(self, size: int, place: Path) -> None:
-        """Removes the least recently used entries. A process that has one open can still read it."""
+        """Removes the least recently used entries until one of `size` bytes at `place` fits the limit. A
+        process that has a removed entry open can still read it."""
         found = []
         for path in self.directory.glob("*.weights"):
             with contextlib.suppress(OSError):

@@ -16,8 +16,8 @@ from quire.models.interface import Model
 
 
 class AdapterMemory:
-    """Memory of a model's adapter slots: `max_loras` adapters of rank `max_lora_rank` in each adaptable
-    layer."""
+    """Memory of a model's adapter slots: `max_loras` adapters of ranks up to `max_lora_rank` in each
+    adaptable layer. Raises ConfigError if no layer is adaptable."""
 
     def __init__(self, model: Model, config: AdapterConfig, device: torch.device) -> None:
         self._model, self._dtype = model, model.config.dtype
@@ -64,7 +64,8 @@ def targets_of(model: Model) -> tuple[AdapterTarget, ...]:
 
 
 def slot_bytes(model: Model, config: AdapterConfig) -> int:
-    """Returns the bytes of a model's `AdapterMemory`; the model may be on torch's "meta" device."""
+    """Returns the bytes of a model's `AdapterMemory`, 0 without `enable_lora`. The model may be on torch's
+    "meta" device."""
     if not config.enable_lora:
         return 0
     sizes = sum(target.in_features + target.out_features for target in targets_of(model))

@@ -20,8 +20,8 @@ REPEATS = 5
 
 @functools.lru_cache
 def measure_limits(device: torch.device, dtype: torch.dtype, num_threads: int) -> DeviceLimits:
-    """Measures both limits, once in a process for the same arguments: the best of a few runs, because other
-    load can only slow a run down.
+    """Measures a device's memory bandwidth and matrix product rate, once in a process for the same arguments.
+    The best of a few runs counts, because other load can only slow a run down.
 
     Args:
         dtype: type of the product's operands. Kernels of quantised models may use a faster type.

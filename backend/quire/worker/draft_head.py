@@ -43,7 +43,7 @@ class DraftHead(DraftModel):
             (kv_cache.num_blocks, kv_cache.block_size, head.fed_size),
             dtype=head.config.dtype,
             device=kv_cache.blocks.device,
-        ).zero_()  # written, so that memory is lacking now or never
+        ).zero_()  # written now, so that a lack of memory shows at start
         """[num_blocks, block_size, fed_size]: what the head reads of the target for the token of each
         slot."""
         self._last: torch.Tensor | None = None

@@ -38,8 +38,9 @@ _FEW = 16
 
 
 def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
-    """Returns the configuration for loading the draft model: `config` with the draft model's path, or the
-    model's if the draft is its head; if `max_model_len` is unset, it is the target's."""
+    """Returns the configuration for loading the draft model: `config` with the draft model's path and without
+    `model_class`. If the draft is the model's own head, both stay. If `max_model_len` is unset, it is the
+    target's."""
     config = replace(config, max_model_len=config.max_model_len or target.max_position_embeddings)
     return config if config.draft_model == MTP else replace(config, model=config.draft_model, model_class="")
 
@@ -60,7 +61,7 @@ def check_draft(draft: DecoderConfig, target: DecoderConfig) -> None:
 
 
 class _Span(NamedTuple):
-    """Tokens [begin, end) of a request, to be computed."""
+    """Inputs [begin, end) of a request, to be computed."""
 
     row: int
     """Row in the block table."""
@@ -149,14 +150,15 @@ class DraftModel:
         return filled, any(one.span.size > _FEW or not one.is_ready for one in lacking)
 
     def prepare(self, inputs: ForwardInputs) -> None:
-        """Asks in the target's inputs for the hidden states that `keep` needs."""
+        """Asks in the target's inputs for the hidden states that `keep` needs; here for none."""
 
     def keep(self, hidden: torch.Tensor, inputs: ForwardInputs) -> None:
         """Stores what the draft model needs of the target's hidden states [num_tokens, hidden_size], for a
-        step's tokens."""
+        step's tokens; here nothing."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies what `keep` stored, for blocks that the target's pool copies: (source, target) pairs."""
+        """Copies what `keep` stored, for blocks that the target's pool copies: (source, target) pairs. Here
+        it does nothing."""
 
     def _guess(self, wanted: Sequence[Wanted], table: BlockTable) -> None:
         """Makes drafts for the rows, except those that lack too many tokens for this step."""

@@ -63,7 +63,7 @@ class Grammars:
     """Caches the compiled grammars of a worker.
 
     Args:
-        make_vocabulary: called once, at warm-up or for the first grammar.
+        make_vocabulary: called at warm-up or for the first grammar; after an error, for the next one again.
     """
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -75,7 +75,7 @@ class Grammars:
 
     def warm_up(self) -> None:
         """Reads the vocabulary, which holds the interpreter lock, before requests wait."""
-        with contextlib.suppress(InvalidArgumentError):  # told to who has a grammar
+        with contextlib.suppress(InvalidArgumentError):  # requests with a grammar get this error
             self._vocabulary = self._make_vocabulary()
 
     def begin(self, structured: StructuredOutput, num_prompt_tokens: int, ignore_eos: bool) -> RowGrammar:
@@ -123,8 +123,8 @@ class DraftGrammar:
 class RowGrammar:
     """The state of one row in its grammar.
 
-    Invariants: the matcher has consumed exactly `token_ids[:_num_seen]`, or has failed, or has ended. Only
-    the task under way may use the matcher; after `_wait` the caller may.
+    Invariants: the matcher has consumed exactly the output tokens among `token_ids[:_num_seen]`, or has
+    failed, or has ended. Only the task under way may use the matcher; after `_wait` the caller may.
     """
 
     __slots__ = (
@@ -184,8 +184,8 @@ class RowGrammar:
         return [DraftGrammar(masks, number, deadline) for number in range(len(drafts))]
 
     def _catch_up(self, token_ids: Sequence[int]) -> None:
-        """Consumes the tokens of `token_ids` (all output) that are not consumed yet, and begins to compute
-        the next masks. After a preemption no token is consumed yet."""
+        """Consumes the output tokens in `token_ids` (prompt and output) that are not consumed yet. If there
+        are any, begins to compute the next mask. After a preemption no token is consumed yet."""
         new = token_ids[self._num_seen :]
         if not new:
             return
@@ -198,8 +198,8 @@ class RowGrammar:
         self._begin(self._grammars.masks, RowGrammar._next)
 
     def _masks_behind(self, drafts: list[int]) -> list[Mask | None]:
-        """Returns the mask after each draft that may follow; None after one that may not, or after the
-        grammar's end."""
+        """Returns the mask after each draft that may follow; None after one that may not, after all later
+        ones, and after the grammar's end."""
         found: list[Mask | None] = [None] * len(drafts)
         if self.error or self._matcher.is_stopped():
             return found

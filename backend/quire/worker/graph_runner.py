@@ -2,9 +2,10 @@
 attention.
 
 `DecodeGraphs` records steps in which every request computes one token. A recorded step reads all its changing
-inputs from fixed memory: the block table rows that take part, the lengths of their sequences, and their
-newest tokens if the host knows them. The recorded step itself computes positions, slots, tables and input ids
-from these. So a step costs the host one replay and one copy, or two if blocks were appended.
+inputs from fixed memory: the block table rows that take part, the lengths of their sequences, their position
+deltas and adapter slots, and their newest tokens if the host knows them. The recorded step itself computes
+positions, slots, tables and input ids from these. So a step costs the host one replay and one copy, or two if
+blocks were appended.
 
 `PromptGraphs` handles the other steps of few tokens. Their attention depends on the batch in ways that cannot
 be recorded; it runs eagerly between recorded pieces.

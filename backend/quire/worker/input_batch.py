@@ -45,9 +45,10 @@ class CachedRequest:
     slot: int = -1
     """Slot of the request's adapter; -1: it has none."""
     pooled: torch.Tensor | None = None
-    """float32 [hidden_size]: sum of the hidden states so far, if their mean is wanted; else None."""
+    """[hidden_size]: pooling's result so far. For a mean, the float32 sum of the hidden states; for "cls",
+    the first token's hidden state. None: nothing was pooled yet, or only the last token counts."""
     num_drafted: int = 0
-    """Number of leading tokens whose keys and values a draft model has."""
+    """Number of the request's inputs that the draft model has computed; see `DraftModel`."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,7 +75,7 @@ class CachedRequest:
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
             self.token_ids += token_ids
-            # Behind its last right draft is what the newest token stands in place of.
+            # If the draft model has computed the newest token's place, that was with a wrong draft.
             self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
     def on_failed(self) -> None:
@@ -487,8 +488,8 @@ class InputBatch:
     def _embeds(
         self, given: list[tuple[PromptEmbeds, ScheduledRequest, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the given embeddings that fall into this step, and the flat indices of their tokens; None:
-        there are none."""
+        """Returns, for the given embeddings that fall into this step, the flat indices of their tokens and
+        the embeddings; None: there are none."""
         indices: list[npt.NDArray[np.int64]] = []
         rows: list[torch.Tensor] = []
         for embeds, item, start in given:

@@ -114,7 +114,8 @@ def num_blocks_for(
 
 def _hidden_bytes(config: EngineConfig, model: Model, draft: Model) -> int:
     """Returns the bytes of the hidden state that is kept for each token; 0: the draft model needs none.
-    Raises ConfigError if it is a head that cannot read the model's."""
+    Raises ConfigError if it is a head, and the model's hidden states have another size or type, or there are
+    several ranks."""
     size, shape = draft.fed_size, model.config
     if size and size != shape.hidden_size:
         raise ConfigError(f"draft_model: its hidden_size is {size}, the model's {shape.hidden_size}")
@@ -134,8 +135,9 @@ _LARGE_BLOCKS = 64
 
 
 def _block_size(cache: CacheConfig, model: Model) -> int:
-    """Returns the tokens per block: `tokens_per_block`. If `block_size` is unset and layers keep states, the
-    block is as large as needed for its keys and values to have at least the bytes of a state."""
+    """Returns the tokens per block: `tokens_per_block`. If `block_size` is unset, and some layers keep states
+    and others have attention, it is a larger multiple of `_LARGE_BLOCKS` where that is needed for a layer's
+    keys and values to have at least the bytes of a state."""
     state_bytes = max(group.state_bytes for group in model.kv_groups)
     has_attention = not all(group.is_state for group in model.kv_groups)
     if cache.block_size is not None or not (state_bytes and has_attention):
@@ -195,8 +197,8 @@ class KVLayout:
         Raises:
             ConfigError: `max_model_len` exceeds the checkpoint's limit (for an encoder also the tokens of one
                 request in a step), `block_size` does not divide the size of the checkpoint's attention
-                chunks, layers keep states although drafts are configured, or the model does not support
-                `kv_cache_dtype`.
+                chunks, layers keep states although drafts are configured, the model does not support
+                `kv_cache_dtype`, or the draft is a head that does not fit the model.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = _block_size(config.cache, model), config.cache.kv_cache_dtype
@@ -252,8 +254,8 @@ class KVLayout:
         return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
 
     def num_blocks(self, config: EngineConfig, memory: DeviceMemory) -> int:
-        """Returns the number of blocks in the pool; see `num_blocks_for`. For an encoder they suffice for all
-        seats."""
+        """Returns the number of blocks in the pool; see `num_blocks_for`. For an encoder, unless `num_blocks`
+        is configured, they suffice for `max_num_seqs` prompts."""
         if self.keeps_nothing and config.cache.num_blocks is None:
             return self.blocks_per_sequence(self.max_model_len) * config.scheduler.max_num_seqs
         return num_blocks_for(

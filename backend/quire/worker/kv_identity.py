@@ -19,7 +19,7 @@ from quire.loader.load import LoadedModel
 
 
 def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
-    """Returns the identity of keys and values as JSON; `loaded` must have its weights' digest."""
+    """Returns the identity of keys and values, as JSON values; `loaded` must have its weights' digest."""
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
     model, scheme = loaded.model, loaded.config.scheme
     config = dataclasses.asdict(dataclasses.replace(loaded.config, scheme=SCHEMES[None], whole=None))

@@ -175,7 +175,7 @@ class ModelRunner:
             timeline.end("draft model")
             is_eager |= draft.fed_size > 0  # recorded steps keep no hidden states
         graph_backend = make_graph_backend(self.device, is_eager)
-        # Nothing has a gradient: what is saved is time of operators, of which one call has none.
+        # Nothing has a gradient. inference_mode only saves time of torch's operators, and one call has none.
         is_fused = self.model.is_fused and (draft is None or draft.is_fused)
         self._no_autograd = nullcontext if is_fused else torch.inference_mode
         layout = KVLayout.from_config(config, self.model, draft)
@@ -294,9 +294,10 @@ class ModelRunner:
         """Reads how prompts are pooled, from the checkpoint and the configuration.
 
         Raises:
-            ConfigError: `classifier_from_token` is given for a model without logits of tokens, or names no
-                token.
-            CheckpointError: nothing can be computed: an encoder whose pooling is not supported.
+            ConfigError: `classifier_from_token` does not name two tokens, or it is given for a model without
+                logits of tokens, or for one that does not pool the last token.
+            CheckpointError: a file is broken, or nothing can be computed: an encoder whose pooling is not
+                supported.
         """
         config, model = self._config.model, self.model
         pooling = read_pooling(Path(config.model), model.pooling_mode)
@@ -339,7 +340,7 @@ class ModelRunner:
 
     def wake(self) -> None:
         """See `Runner`. Works as at the start; graphs are recorded again, because memory addresses have
-        changed."""
+        changed. Raises CheckpointError if the checkpoint's files have changed since the start."""
         if self._checkpoint_state() != self._checkpoint:
             model = self._config.model.model
             raise CheckpointError(f"{model}: has changed since it was loaded: load the model again")
@@ -403,8 +404,8 @@ class ModelRunner:
         self._launched.clear()
 
     def warm_up(self) -> None:
-        """Records steps and reads the vocabulary for grammars, once before the first step, because either
-        would delay a later step."""
+        """Records steps and reads the vocabulary for grammars, before the first step and again after `wake`,
+        because either would delay a later step."""
         self._grammars.warm_up()
         with tuning.warm_up():
             if self.prompt_graphs is not None:
@@ -577,7 +578,8 @@ class LaunchedStep:
     def set_drawn(
         self, samples: list[tuple[int, CachedRequest]], drawn: Draw, rows: list[SamplingRow]
     ) -> None:
-        """Sets what was sampled for `samples` with `rows`, and starts its copy to the host."""
+        """Sets what was sampled for `samples` with `rows`, starts its copy to the host, and records in each
+        request that a token was sampled."""
         if any(row.grammar is not None for row in rows):
             self.grammars = [row.grammar for row in rows]
         self.samples, self.drawn = samples, (drawn, HostCopy(drawn.tensors))
@@ -596,12 +598,12 @@ class LaunchedStep:
 def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:
     """Raises ConfigError if the configured `attention_backend` cannot handle one of the model's layers.
 
-    The message says why, and what each backend can handle.
+    The message says why, and for each backend that it can handle the layer or why it cannot.
     """
     wanted = shape.attention_backend
     if wanted is None:
         return
-    # Only what is asked for, and the table of all where that is refused: some compile to know what they can.
+    # Asks the wanted one only, and all of them if it refuses: some must compile to know what they support.
     known = {one.name: one for one in registry.implementations("paged_attention")}
     for facts in _attention_facts(config, shape):
         reason: str | None = "there is none of this name"

@@ -28,8 +28,8 @@ class Pooler:
             hidden: [num_tokens, hidden_size] of all tokens of the step.
 
         Returns:
-            Indices of the rows whose prompts are complete, and their embeddings or scores, float32
-            [dimensions] each.
+            Indices of the rows whose prompts are complete, and their embeddings, float32 [dimensions] each,
+            or scores, float32 [num_scores] each.
         """
         pooled = [(row, self._pooled(row, hidden)) for row in rows]
         complete = [(row.number, row.state.sampling.params, vector) for row, vector in pooled if row.is_last]
@@ -83,7 +83,7 @@ class Pooler:
 
 def embedding_output(vector: torch.Tensor) -> RowOutput:
     """Returns the output of a row with its embedding or scores, or an error if these are not finite.
-    `vector`: float32 [dimensions], on the host."""
+    `vector`: float32 [dimensions] or [num_scores], on the host."""
     if not bool(torch.isfinite(vector).all()):
         return RowOutput(error="the model's hidden states are not finite: there is nothing to pool")
     return RowOutput(embedding=vector.numpy().astype("<f4", copy=False).tobytes())

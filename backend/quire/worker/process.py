@@ -31,12 +31,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(connection: Connection) -> None:
-    """Answers the messages of the connection until it is closed."""
+    """Answers the messages of the connection until it is closed, or only the first if the runner cannot be
+    made."""
     start: Start = connection.recv()
     ranks = Ranks(start.rank, start.num_ranks)
     try:
         device = resolve_device(start.config.model.device, ranks)
-        # Of all interfaces gloo would take the one that the host's name leads to.
+        # Without this, gloo uses the network interface that the host's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         ranks.join(start.store, device)
         runner = ModelRunner(start.config, ranks=ranks)
@@ -80,6 +81,7 @@ def _ready(runner: ModelRunner) -> Ready:
 
 def end_with(pid: int, start_time: int) -> None:
     """Ends this process when another one ends, whatever this one is doing then, such as loading a model.
+    Raises SystemExit if the other one has already ended.
 
     The socket does not show that the engine is dead while a fork of it lives.
     """

@@ -91,7 +91,7 @@ def join_drafts(
     and including the first that differs from its draft, and none from the first that failed after a draft.
 
     Args:
-        outputs: [N], each with one token or an error.
+        outputs: [N], each with one token or an error. The first of a row is extended in place.
         rows: [N], for each output the index of its row in the step.
         drafts: draft tokens by index of the row; a row with drafts has one sample more than drafts.
 
@@ -105,7 +105,7 @@ def join_drafts(
         joined.append(output)
         firsts.append(number)
         for draft, behind in zip(guessed, outputs[number + 1 :], strict=False):
-            # What fails behind a draft alone is drawn again by a step to which the draft is known.
+            # A sample that fails only after a draft is drawn again by a later step, which knows the draft.
             if output.error or behind.error or output.token_ids[-1] != draft:
                 break
             output.token_ids += behind.token_ids

@@ -150,8 +150,8 @@ class SamplingRow:
         return rows
 
     def _go_on_from(self, row: SamplingRow) -> None:
-        """Copies the state of a row with the same first tokens, which must not change while this row uses
-        it."""
+        """Copies the state of `row`, whose tokens are the first tokens of this one. `row` must not change
+        while this row is used."""
         params = self.params
         if self.has_penalties or params.no_repeat_ngram_size:
             self._history = row.history().fork()

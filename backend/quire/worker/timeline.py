@@ -85,7 +85,8 @@ class StepTimer:
         self._marks = _Marks(device) if device.type == "cuda" else None
 
     def phase(self, name: str) -> None:
-        """Ends the present phase and begins another; empty: none begins."""
+        """Ends the present phase and begins another; empty `name`: none begins. On cuda, the step's span on
+        the device begins with the phase "model"."""
         now = time.monotonic()
         if self._name:
             self._phases.append((self._name, self._began, now))

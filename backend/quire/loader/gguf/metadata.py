@@ -55,8 +55,8 @@ def open_gguf(file: Path) -> GGUFFile:
     """Reads a file's head.
 
     Raises:
-        CheckpointError: not a GGUF file, truncated, of an unknown version, or it names no
-            general.architecture.
+        CheckpointError: the file cannot be read, is no GGUF file, is truncated or of an unknown version, or
+            names no general.architecture.
     """
     try:
         opened = GGUFFile.open(file)
@@ -121,7 +121,7 @@ class _Stated:
         return self._metadata.get(key, default)
 
     def unused(self, arch: str) -> tuple[str, ...]:
-        """Returns the keys of the architecture that were never read."""
+        """Returns the keys of the architecture that were never read, without those of _WITHOUT_EFFECT."""
         passed_over = {*self._asked, *(f"{arch}.{name}" for name in _WITHOUT_EFFECT)}
         return tuple(key for key in self._metadata if key.startswith(f"{arch}.") and key not in passed_over)
 

@@ -27,8 +27,8 @@ logger = logging.getLogger("quire")
 
 _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_MATRIX = 128
-"""Least bytes of one expert's matrix. A file with smaller ones is refused, as the Python objects for an
-expert take some three times as many."""
+"""Least bytes of one expert's matrix. A file with smaller ones is refused: the Python object that describes a
+matrix takes some three times as many."""
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

@@ -11,7 +11,7 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.weights import QuantizedRows
 
 Matrix: TypeAlias = "torch.Tensor | GroupedWeight | QuantizedRows"
-"""Matrix [out_features, in_features]. A tensor is float32."""
+"""Matrix [out_features, in_features]. A tensor is float32 when it is decoded."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Decoded:
     """int64 [in_features]: index of the input for each column; None: columns are in the inputs' order."""
 
     def dequantize(self) -> torch.Tensor:
-        """Returns float32 [out_features, in_features], columns in the inputs' order."""
+        """Returns [out_features, in_features] with columns in the inputs' order: float32, or in the type of
+        `matrix` if that is a tensor."""
         matrix = self.matrix if isinstance(self.matrix, torch.Tensor) else self.matrix.dequantize()
         return matrix if self.order is None else matrix[:, self.order.argsort()]
 
@@ -50,8 +51,8 @@ def grouped(
         row_scales: see GroupedWeight.
 
     Returns:
-        A GroupedWeight. If that does not support this group size, the dequantised matrix, float32
-        [out_features, in_features].
+        A GroupedWeight. If that does not support this group size and in_features, the dequantised matrix,
+        float32 [out_features, in_features].
     """
     num_columns = codes.shape[1]
     group = min(group or num_columns, num_columns)
@@ -93,7 +94,8 @@ def in_groups(
     must then be reordered too, which costs little compared with the product.
 
     Raises:
-        ValueError: a group has not `group` inputs (the last one may have fewer), or it does not exist.
+        ValueError: a group has not `group` inputs (the last one may have fewer), or g_idx names a group that
+            does not exist.
     """
     columns = torch.arange(codes.shape[1])
     sorted_groups, order = torch.sort(g_idx.long(), stable=True)

@@ -29,7 +29,7 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the tensor. Stored tensors may have more or fewer dimensions of size 1."""
     dtype: torch.dtype
-    """Type of the tensor. float32 also accepts float16 and bfloat16."""
+    """Type of the tensor. float32 also accepts float16, bfloat16 and float64."""
     out_dim: int | None = None
     """See `StoredTensor`."""
     in_dim: int | None = None
@@ -41,8 +41,8 @@ class Format(Protocol):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Device types with kernels for about the stored number of bytes. On other devices, weights are
-        dequantised to the inputs' type."""
+        """Types of the devices whose kernels read weights packed in about their stored size. On other
+        devices, weights are dequantised to the inputs' type."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """Yields all stored tensors of a part; raises ValueError for sizes that the format cannot store."""
@@ -326,7 +326,7 @@ class FP4:
 @dataclass(frozen=True)
 class BNB4:
     """bitsandbytes' NF4 and FP4: indices into a table of 16 numbers, and a scale per BNB_BLOCK weights.
-    Blocks run through the rows in order, so one may span two rows; the last may be shorter."""
+    Blocks run through the rows in order, so one may span several rows; the last may be shorter."""
 
     devices: ClassVar[tuple[str, ...]] = ()
     kind: str

@@ -54,7 +54,8 @@ class Rules:
     """All of `quantization_config`."""
 
     def format_of(self, name: str) -> Format | None:
-        """Returns the format of the layer of this name; None: it is not quantised."""
+        """Returns the format of the layer of this name; None: it is not quantised. Raises ValueError if a
+        rule's pattern takes too long to match."""
         return next((form for matches, form in self.rules if matches(name)), None)
 
 

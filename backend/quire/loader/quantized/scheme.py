@@ -25,12 +25,13 @@ from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, Reo
 
 logger = logging.getLogger("quire")
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_format")
-"""Suffixes of tensors that are not read: how inputs were to be quantised, which is decided at run time here,
-or nothing useful."""
+"""Suffixes of tensors that are not read. They state how inputs were to be quantised, which is decided at run
+time here, or nothing useful."""
 _MAX_STATE = 2**16
 """Most bytes of a layer's `quant_state` of bitsandbytes. It usually has some 100."""
 _KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
-"""Suffixes of tensors with scales for quantised keys and values. They are not read."""
+"""Suffixes of tensors with scales for quantised attention: its keys, values, queries and output. They are not
+read."""
 
 
 @dataclass
@@ -42,8 +43,7 @@ class Tally:
     packed_bytes: int = 0
     """Bytes after packing."""
     dequantized_bytes: int = 0
-    """Bytes, of `packed_bytes`, of layers kept as plain numbers in the inputs' type, because no kernel
-    computes with their stored form."""
+    """Part of `packed_bytes`: the bytes of layers that are kept as plain numbers in the inputs' type."""
 
     def add(self, file_bytes: int, packed_bytes: int, whole: int) -> None:
         """Counts a layer. `whole`: bytes that it would have as plain numbers in the inputs' type."""
@@ -62,7 +62,8 @@ class ForeignScheme:
     source: Path
     """File that error messages name."""
     plain: DenseScheme
-    """Scheme of layers that are not quantised. Without `keeps_codes` it quantises all layers."""
+    """Scheme of layers that the checkpoint does not quantise. Without `keeps_codes`, its quantisation also
+    applies to the others, after they are dequantised."""
     keeps_codes: bool = True
     """Whether quantised weights keep their codes. If not, they are dequantised first."""
     tally: Tally = field(default_factory=Tally, compare=False)
@@ -189,7 +190,8 @@ class Part:
             )
 
     def decode(self) -> Decoded:
-        """Returns the part's weights, and frees the stored tensors."""
+        """Returns the part's weights, and frees the stored tensors. Raises CheckpointError if these
+        contradict each other or the part's shape."""
         tensors, self.tensors = self.tensors, {}
         whole = tensors.get("weight_shape")
         if whole is not None and not any(
@@ -213,7 +215,7 @@ class ForeignTensors:
 
     table: torch.Tensor | None = None
     is_head = False
-    """Whether it computes logits."""
+    """Whether the table computes logits."""
 
     def __init__(
         self,
