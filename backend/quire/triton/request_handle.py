@@ -94,7 +94,7 @@ class RequestHandle:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the request's results are from the result cache. Those of an answer without tokens are not."""
+        """Whether the results are from the result cache. Those of an answer without tokens are not."""
         return self.is_replay and not self.parsed.is_prompt_alone
 
     @property
