@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class GlmForCausalLM(DecoderModel):
-    """Query, key and value have biases unless the file switches them off (glm-4-9b, "hf" form)."""
+    """glm-4-9b ("hf" form): query, key and value have biases unless the file switches them off."""
 
     rotates_partly = True
 

@@ -18,8 +18,8 @@ _PARTS = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    """`intermediate_size` is the inner size of one expert. A token's weights are the softmax over the logits
-    of its chosen experts."""
+    """`intermediate_size` is the inner size of one expert. The shares of a token's experts are the softmax
+    over their logits."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -96,7 +96,7 @@ class GraniteMoeHybridForCausalLM(StatesModel, GraniteForCausalLM):
 
 
 def _mamba_shape(hf: HFConfig, hidden_size: int) -> MambaShape:
-    """Reads the keys `mamba_*`; raises CheckpointError."""
+    """Reads the keys `mamba_*` and `time_step_limit`; raises CheckpointError."""
     num_heads = hf.require_int("mamba_n_heads", 128, most=MAX_HEADS)
     inner = hf.require_int("mamba_expand", 2) * hidden_size
     size = hf.get("mamba_d_head", "auto")

@@ -64,8 +64,8 @@ class InternLM2ForCausalLM(DecoderModel):
 
 
 def _of_heads(rows: torch.Tensor, *, group: int, head_dim: int, first: int, last: int) -> torch.Tensor:
-    """Returns rows of some heads. For each KV head, `rows` holds `group` query heads, a key and a value; of
-    these it takes those with index `first` up to, but not including, `last`."""
+    """Returns the rows of some heads. For each KV head, `rows` holds `group` query heads, a key head and a
+    value head; of these, the heads with index `first` up to, but not including, `last` are returned."""
     return rows.unflatten(0, (-1, group + 2, head_dim))[:, first:last].flatten(0, 2)
 
 
