@@ -127,7 +127,8 @@ class TransformersConfig(DecoderConfig):
 
 
 class TransformersModel(nn.Module, Model):
-    """Causal model that transformers' code computes. It has no layers until `fill` or `weights` makes them."""
+    """Causal model that transformers' code computes. It has no layers until `fill` or `weights` makes
+    them."""
 
     config: TransformersConfig
     base: PreTrainedModel
