@@ -13,7 +13,7 @@ from quire.models.decoder import DecoderModel
 
 
 class LatentModel(DecoderModel):
-    """Models with latent attention. Layers after the last one, for multi-token prediction, are not loaded."""
+    """Models with latent attention. They ignore layers after the last one, for multi-token prediction."""
 
     has_layers_behind = True
 

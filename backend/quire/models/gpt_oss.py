@@ -87,7 +87,7 @@ class GptOssForCausalLM(DecoderModel):
         )
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits a tensor of all experts into the tensors of each expert's layers."""
+        """See Model. Splits a tensor of all experts into the tensors of each expert's layers."""
         prefix, separator, rest = stored.name.partition(".mlp.experts.")
         matrix = next((name for name in ("gate_up_proj", "down_proj") if rest.startswith(name)), None)
         if not separator or matrix is None or rest.removeprefix(matrix) not in _ENDS:

@@ -32,7 +32,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         return dataclasses.replace(config, experts=experts)
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits stacked experts."""
+        """See Model. Splits stacked experts."""
         prefix, separator, rest = stored.name.partition(".block_sparse_moe.")
         parts = _PARTS.get(rest.removesuffix(".weight"))
         if not separator or parts is None:
@@ -42,5 +42,5 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         yield from split_experts(stored, prefix, parts, self.config.experts.num_experts)
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace(".block_sparse_moe.router.layer.", ".mlp.gate.")

@@ -30,5 +30,5 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
         return dataclasses.replace(config, qk_norm=True, qk_norm_behind_rope=True, mlp_bias=False)
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm.")

@@ -80,8 +80,8 @@ class Model(Protocol):
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """Reads config.json as the family does. Raises CheckpointError; the loader makes one of the other
-        errors that wrong values cause."""
+        """Returns the shape that config.json states, read as the family does. Raises CheckpointError; the
+        loader makes one of the other errors that wrong values cause."""
         ...
 
     # What a step needs.

@@ -38,7 +38,7 @@ class InternLM2ForCausalLM(DecoderModel):
         return dataclasses.replace(super().parse_config(hf, dtype), qkv_bias=bias, out_bias=bias)
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel."""
+        """See Model."""
         prefix, found, end = stored.name.rpartition("wqkv.")
         if not found:
             yield stored
@@ -59,7 +59,7 @@ class InternLM2ForCausalLM(DecoderModel):
             yield one
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return ".".join(_NAMES.get(part, part) for part in name.split("."))
 
 

@@ -152,5 +152,5 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         )
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace(".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias")

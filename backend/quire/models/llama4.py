@@ -130,7 +130,7 @@ class Llama4ForCausalLM(DecoderModel):
         )
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits [num_experts, in_features, out_features] into each expert's tensors."""
+        """See Model. Splits [num_experts, in_features, out_features] into each expert's tensors."""
         prefix, separator, matrix = stored.name.partition(".feed_forward.experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
         if not separator or parts is None:

@@ -40,5 +40,5 @@ class MiniMaxM2ForCausalLM(MixtralForCausalLM):
         )
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace("moe.e_score_correction_bias", "moe.gate.e_score_correction_bias")

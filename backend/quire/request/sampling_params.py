@@ -185,8 +185,8 @@ def _mix(value: int) -> int:
 
 
 def _json_if_text(field: str, value: Any, opening: str) -> Any:
-    """Parses JSON text if the value is text that begins with `opening`: request parameters carry only
-    scalars."""
+    """Returns the value, parsed as JSON if it is text that begins with `opening`: request parameters carry
+    only scalars. Raises InvalidArgumentError if it is not JSON."""
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return parse_json(field, value)
