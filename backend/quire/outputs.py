@@ -329,7 +329,8 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_recomputed_tokens: int = 0
     """Number of tokens since start that were computed again after a preemption."""
     num_queried_tokens: int = 0
-    """Number of tokens since start in requests whose prefix was looked up in the cache."""
+    """Number of tokens since start that new requests had when they were admitted, without the engine's own
+    requests."""
     num_draft_tokens: int = 0
     """Number of draft tokens that steps verified since start."""
     num_accepted_drafts: int = 0

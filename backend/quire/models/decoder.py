@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
 
         Returns:
             (output, residual stream), both [num_tokens, hidden_size]. The caller must add the output to the
-            residual stream. None: the output contains it already.
+            residual stream. If the second is None, the output contains the residual stream already.
         """
         attention_input, attention_output, mlp_input, mlp_output = self._norms
         normed, residual = _add(attention_input, x, residual)

@@ -1,4 +1,5 @@
-"""GLM-4 of both generations: half of each head rotates, in neighbouring pairs. Gate and up are one tensor."""
+"""GLM-4 of both generations: by default half of each head rotates, in neighbouring pairs. Gate and up are one
+tensor."""
 
 from __future__ import annotations
 

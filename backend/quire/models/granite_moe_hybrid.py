@@ -33,7 +33,7 @@ class GraniteHybridLayer(DecoderLayer):
 
 class GraniteMoeHybridForCausalLM(StatesModel, GraniteForCausalLM):
     """`shared_intermediate_size` is the inner size of the part for all tokens, `intermediate_size` that of an
-    expert. With `num_local_experts` 0 there are none."""
+    expert. With `num_local_experts` 0 there are no experts."""
 
     layer_class = GraniteHybridLayer
     state_name = "mamba"

@@ -245,7 +245,7 @@ class HeadModel(Model, Protocol):
         once, after the weights are loaded. Raises ConfigError if the head does not fit the target."""
 
     taps: tuple[int, ...] = ()
-    """Layers of the target whose inputs `fed` reads; known after `share`."""
+    """Indices of the target's layers whose inputs `fed` reads; known after `share`."""
 
     def fed(self, hidden: torch.Tensor, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns what `guess` reads of the target's tokens, [num_tokens, fed_size].

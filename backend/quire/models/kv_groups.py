@@ -16,9 +16,9 @@ STATE_WINDOW = 2
 class KVGroup(NamedTuple):
     """Layers that keep the same kind of past. Layer `layers[i]` has position i in the group's blocks.
 
-    Layers with attention keep keys and values of all tokens, or of those in a window. Layers with linear
-    attention keep a state: a fixed number of bytes that each token changes. The states of a group's layers
-    fill one block, however many tokens the request has.
+    Layers with attention keep keys and values of all tokens, or of those in a window. Other layers (linear
+    attention, Mamba-2, short convolutions) keep a state: a fixed number of bytes that each token changes. The
+    states of a group's layers fill one block, however many tokens the request has.
     """
 
     window: int | None

@@ -92,7 +92,7 @@ class LatentKV:
     """
 
     size: int
-    """kv_lora_rank + qk_rope_head_dim."""
+    """Length of the vector: kv_lora_rank + qk_rope_head_dim."""
     dtype: torch.dtype
 
     def layer_bytes(self, block_size: int) -> int:

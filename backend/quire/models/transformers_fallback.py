@@ -1,4 +1,5 @@
-"""TransformersModel: causal models of transformers that have no model family here.
+"""TransformersModel: causal models on transformers' code: those without a model family here, and all with
+`model_impl` transformers.
 
 transformers' code computes the layers. Their attention runs as `ops.paged_attention` over the paged KV cache,
 through transformers' attention interface. So a model needs no code of its own for continuous batching and

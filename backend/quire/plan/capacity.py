@@ -23,9 +23,10 @@ from quire.worker.model_runner import check_attention_backend
 from quire_kernels.ranks import Ranks
 
 GPU_CONTEXT_BYTES = 2**29
-"""Memory that CUDA occupies on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
+"""Bytes that CUDA occupies on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
 ENGINE_BYTES = 160 * 2**20
-"""Host memory of an engine's process that the planning process lacks, beside weights and cache; measured."""
+"""Bytes of host memory that an engine's process has and the planning process lacks, beside weights and cache;
+measured."""
 ROUNDS = 8
 """Number of requests that a simulated client sends one after the other. The first ones do not count in the
 times to first token."""
