@@ -50,7 +50,8 @@ class AdapterWeights:
     """(index among the model's targets, rank) of each product that the adapter changes, in ascending
     order."""
     data: npt.NDArray[np.uint8]
-    """For each part: A [rank, in_features] and `scaling * B` [out_features, rank], in the model's type."""
+    """Bytes, part after part: A [rank, in_features], then `scaling * B` [out_features, rank], in the model's
+    type."""
 
 
 class AdapterLoad(NamedTuple):

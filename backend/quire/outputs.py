@@ -49,7 +49,8 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     """Blocks appended to the request's table since it was last scheduled, per KV group; all of them if `new`
     is set. -1 is a block outside the window, which is never read."""
     samples: bool
-    """Whether the row reaches the request's last known token, so that a token is sampled after it."""
+    """Whether the row reaches the request's newest token. A token is then sampled after it, or a pooled
+    prompt is complete."""
     new: NewRequestData | None = None
     given_token_ids: Sequence[int] = ()
     """Tokens to append that the runner did not sample itself (beam search chose them)."""
@@ -150,7 +151,7 @@ class RowOutput(msgspec.Struct):
     """Embedding or scores of the prompt, float32, little endian; empty: not wanted, or the row does not
     complete the prompt."""
     num_drafts: int = 0
-    """Number of drafts in the row, if the runner made them."""
+    """Number of drafts in the row. If the runner made them, it may be less than was asked for."""
 
     def cut(self, count: int) -> None:
         """Drops the tokens after the first `count`."""
@@ -243,8 +244,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
-    """Number of prompt tokens that were not computed for this request; set in the first output of a
-    choice."""
+    """Number of prompt tokens that were not computed for this choice: those found cached, or, if the choice
+    was forked, all. Set in the first output of a choice."""
     error: str | None = None
     error_code: str = ""
     """Name of the Triton status code of `error`."""
@@ -254,26 +255,30 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     cumulative_logprob: float | None = None
     """Sum of the choice's log-probabilities, set with `finish_reason` if beam search ranked it; else None."""
     admitted_at: float = 0.0
-    """When the request first ran, in seconds of the scheduler's clock. Set in outputs that have
-    `first_token_at` or `finish_reason`; 0: not set, or it never ran."""
+    """When the request first ran, in seconds of the scheduler's clock. Set in the first output of a choice,
+    and in its last if it was ended from outside; 0: not set, or it never ran."""
     first_token_at: float = 0.0
     """When the choice's first token was processed, on the scheduler's clock; set in its first output."""
     num_preemptions: int = 0
-    """How often the choice was preempted or a load of its blocks failed; set with `finish_reason`."""
+    """How often the choice was preempted or a load of its blocks failed; set with `finish_reason` unless
+    there is an `error`."""
     num_draft_tokens: int = 0
     """Number of draft tokens of the choice that steps have verified so far."""
     num_accepted_drafts: int = 0
-    """Number of them that were right."""
+    """Number of draft tokens of the choice that were right so far."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Log-probabilities of each prompt token, None for the first token. Set in the first output of a request
     that wants them, which belongs to choice 0."""
     seed: int | None = None
-    """Seed of the request's sampling, set in the first output of choice 0; None: it does not sample."""
+    """Seed of the request, set in the first output of choice 0. None: another output, or a greedy request
+    that states no seed."""
     embedding: bytes = b""
-    """Embedding as in `RowOutput`, set with `finish_reason`; empty: tokens are wanted."""
+    """Embedding or scores as in `RowOutput`, set with `finish_reason`; empty: tokens are wanted, or there is
+    an `error`."""
 
     def by_token(self) -> Iterator[EngineCoreOutput]:
-        """Yields the same as outputs of one token each; fields about the end are set in the last."""
+        """Yields the same as outputs of one token each; none if there are no tokens. Only the last has
+        `finish_reason`, `stop_reason` and `cumulative_logprob`; all have the other fields."""
         before_end = {"finish_reason": None, "stop_reason": None, "cumulative_logprob": None}
         last = len(self.new_token_ids) - 1
         for at, token_id in enumerate(self.new_token_ids):
@@ -290,7 +295,7 @@ class WaitingCounts(msgspec.Struct, frozen=True):
     tenant: int = 0
     """Number that wait because their tenant is at its limit of running requests."""
     adapter: int = 0
-    """Number that wait for an adapter slot, or for its weights."""
+    """Number that wait for a slot for their adapter, or for the adapter's weights."""
     seats: int = 0
     blocks: int = 0
     budget: int = 0
@@ -312,24 +317,27 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_scheduled_tokens: int
     """Number of tokens computed since start, recomputation included."""
     num_cached_tokens: int = 0
-    """Number of tokens since start that the prefix cache held, so that they were not computed."""
+    """Number of tokens since start that new requests found in the prefix cache or in a KV tier, so that they
+    were not computed."""
     num_cached_blocks: int = 0
     """Number of blocks without references whose content is cached."""
     num_pinned_blocks: int = 0
     num_swaps: int = 0
     """Number of preemptions since start that moved the blocks to the host tier."""
     num_loaded_tokens: int = 0
-    """Number of tokens since start that a KV tier held, so that they were not computed."""
+    """Number of tokens since start that were loaded from KV tiers instead of computed, also after swaps."""
     num_recomputed_tokens: int = 0
     """Number of tokens since start that were computed again after a preemption."""
     num_queried_tokens: int = 0
-    """Number of tokens since start in requests whose prefix was looked up in the cache."""
+    """Number of tokens since start that new requests had when they were admitted, without the engine's own
+    requests."""
     num_draft_tokens: int = 0
     """Number of draft tokens that steps verified since start."""
     num_accepted_drafts: int = 0
-    """Number of them that were right."""
+    """Number of these draft tokens that were right."""
     num_batch_rows: int = 0
-    """Number of rows in the latest step; 0 if there is no request."""
+    """Number of rows in the latest step that had any; 0 if there is no request. `num_batch_tokens` is the
+    number of that step's tokens."""
     num_batch_tokens: int = 0
     num_loading: int = 0
     """Number of requests whose blocks are being loaded from a KV tier, including some that have ended."""
@@ -375,7 +383,7 @@ class RequestOutput:
     """Log-probabilities of each prompt token, None for the first token; set only in the first output of
     choice 0."""
     embedding: bytes = b""
-    """Embedding as in `EngineCoreOutput`."""
+    """Embedding or scores as in `EngineCoreOutput`."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, if several were wanted (`quire.LLM`)."""
 
@@ -384,9 +392,9 @@ class RequestOutput:
         return self.finish_reason is not None
 
     def after(self, before: RequestOutput | None) -> RequestOutput:
-        """Appends this delta to `before` and returns the whole as one output. Joins text, reasoning, tool
-        calls, token ids and log-probabilities; all other fields stay this delta's. `before` must not be used
-        again."""
+        """Appends this delta to `before` and returns this object, which then holds the whole. Joins text,
+        reasoning, tool calls, token ids and log-probabilities; all other fields stay this delta's. `before`
+        must not be used again."""
         if before is None:
             return self
         self.text = before.text + self.text

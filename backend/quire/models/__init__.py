@@ -1,1 +1,2 @@
-"""Model families: one config-driven decoder, and a short file for each family that differs."""
+"""Model families: a config-driven decoder, an encoder, a short file for each family, and transformers' code
+for the rest."""

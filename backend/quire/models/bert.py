@@ -1,7 +1,7 @@
 """BERT, RoBERTa and XLM-RoBERTa: embeddings, cross-encoders (rerankers) and other classifiers.
 
-Each layer adds its input to the output of attention, and of the feed-forward part, and normalises the sum.
-Positions are learned. (arXiv 1810.04805, 1907.11692, 1911.02116.)
+In each layer, the output of attention is added to attention's input, and the sum is normalised. The same
+holds for the feed-forward part. Positions are learned. (arXiv 1810.04805, 1907.11692, 1911.02116.)
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class BertLayer(nn.Module):
 
 
 class BertModel(EncoderModel):
-    """BERT. Tokens of a pair's second text have the second of its token types."""
+    """BERT. Tokens of a pair's second text have token type 1, all others 0; a model with one token type has
+    only 0."""
 
     prefixes = ("bert.",)
     unused = ("pooler.", "cls.", "embeddings.position_ids")
@@ -86,7 +87,7 @@ class BertModel(EncoderModel):
 
     @staticmethod
     def _position_offset(hf: HFConfig) -> int:
-        """Returns the row of the table of positions that the first token has."""
+        """Returns the row of the table of positions for a prompt's first token."""
         return 0
 
     def make_parts(self, config: EncoderConfig, max_model_len: int, device: torch.device) -> None:

@@ -40,8 +40,8 @@ from quire_kernels.quantized_kv import KVLayer, data_of
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer: attention and a feed-forward part, each between norms (`DecoderConfig.norms`). Each
-    output is added to the residual stream."""
+    """Decoder layer: attention and a feed-forward part, each with a norm before or after it, or both
+    (`DecoderConfig.norms`). Each output is added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes the layer.
 
-        The norm after each addition does the addition as well, in one operator.
+        A norm that follows an addition does the addition too (`RMSNorm.add`).
 
         Returns:
             (output, residual stream), both [num_tokens, hidden_size]. The caller must add the output to the
-            residual stream. None: the output contains it already.
+            residual stream. If the second is None, the output contains the residual stream already.
         """
         attention_input, attention_output, mlp_input, mlp_output = self._norms
         normed, residual = _add(attention_input, x, residual)
@@ -142,7 +142,8 @@ class DecoderLayer(nn.Module):
         )
 
     def adapters(self) -> LayerAdapters:
-        """Returns the adapter memory of the linear layers that `fused_weights` covers."""
+        """Returns the adapter memory of the attention's linear layers, and of the feed-forward layers unless
+        they are experts, for `NativeDecoder`."""
         attention, mlp = self.self_attn, self.mlp
         assert isinstance(attention, Attention)
         linears = [attention.qkv, attention.out]
@@ -162,14 +163,15 @@ def _add(
 
 
 class DecoderModel(nn.Module, Model):
-    """Model of the Llama family.
+    """Decoder that computes what a DecoderConfig describes.
 
     A family subclasses this and overrides `parse_config` (and whatever else differs). Weights are
     uninitialised until the loader has filled all of `weights()`.
 
     Args:
         config: the checkpoint's configuration.
-        max_model_len: longest sequence served, in tokens; it matters to some rope types only.
+        max_model_len: longest sequence served, in tokens. Some rope types depend on it, and on a GPU the size
+            of the table of rotations.
         device: device on which the weights are made.
     """
 
@@ -321,8 +323,8 @@ class DecoderModel(nn.Module, Model):
         return hidden if inputs.rows is None else hidden[inputs.rows]
 
     def run_layers(self, x: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes all layers from the result `x` of `embed`. Returns what `DecoderLayer.forward` does, of
-        the last layer."""
+        """Computes all layers from the result `x` of `embed`, and appends the inputs of the layers
+        `inputs.taps` to `inputs.tapped`. Returns the last layer's result of `DecoderLayer.forward`."""
         positions, kv_cache, embeds = inputs.positions, inputs.kv_cache, inputs.embeds
         angles = self.rotary(positions)
         other_angles = angles if self.other_rotary is None else self.other_rotary(positions)

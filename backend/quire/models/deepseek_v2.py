@@ -13,7 +13,7 @@ from quire.models.decoder import DecoderModel
 
 
 class LatentModel(DecoderModel):
-    """Models with latent attention. Layers after the last one, for multi-token prediction, are not loaded."""
+    """Models with latent attention. They ignore layers after the last one, for multi-token prediction."""
 
     has_layers_behind = True
 
@@ -42,7 +42,8 @@ class LatentModel(DecoderModel):
 
 
 class DeepseekV2ForCausalLM(LatentModel):
-    """DeepSeek V2: a token goes to the experts with the largest softmax scores."""
+    """DeepSeek V2: a token goes to the experts with the largest softmax scores, among those of its best
+    groups if `topk_method` is group_limited_greedy."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -55,8 +56,8 @@ class DeepseekV2ForCausalLM(LatentModel):
 
 def _attention_scale(hf: HFConfig, latent: LatentConfig, rope: RopeConfig) -> float:
     """Returns the scale of attention scores: 1 / sqrt(nope_dim + rope_dim). With rope scaling that has
-    `mscale_all_dim`, it is multiplied by the square of YaRN's scale for that. Raises CheckpointError if this
-    value is not valid, or `factor` is missing."""
+    `mscale_all_dim`, it is multiplied by the square of YaRN's scale for that value. Raises CheckpointError if
+    `mscale_all_dim` is not valid, or `factor` is missing beside it."""
     scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
     all_dim = rope.parameters.get("mscale_all_dim")
     if rope.rope_type == "default" or not all_dim:

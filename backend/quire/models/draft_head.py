@@ -22,8 +22,8 @@ class PlainLinear(Linear):
 
 
 class DecoderHead(DecoderModel, HeadModel):
-    """Decoder layers that compute the next token from a token and a hidden state. The embedding and the
-    output head are the target's."""
+    """Decoder layers that compute the next token from a token and a hidden state. The embedding is the
+    target's, and the output head too unless a family has its own."""
 
     def make_parts(self, config: DecoderConfig) -> None:
         """See DecoderModel. Drops the embedding and the output head: `share` replaces them."""
@@ -31,7 +31,8 @@ class DecoderHead(DecoderModel, HeadModel):
         del self.embed_tokens, self.lm_head
 
     def share(self, target: Model) -> None:
-        """See HeadModel. Raises ConfigError if transformers' code computes the target."""
+        """See HeadModel. Raises ConfigError if the target is no DecoderModel: if transformers' code computes
+        it, for example."""
         if not isinstance(target, DecoderModel):
             raise ConfigError("draft_model: a draft head needs model_impl quire")
         self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
@@ -47,7 +48,7 @@ class DecoderHead(DecoderModel, HeadModel):
         raise NotImplementedError
 
     def guess(self, inputs: ForwardInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """See HeadModel. The result is the last layer's output, without a norm."""
+        """See HeadModel. The result is the residual stream after the last layer, not normed."""
         x, residual = self.run_layers(self.join(self.embed_tokens(inputs.input_ids), hidden), inputs)
         total = x if residual is None else x + residual
         return total if inputs.rows is None else total[inputs.rows]

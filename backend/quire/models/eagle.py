@@ -12,7 +12,7 @@ from quire.models.draft_head import DecoderHead, PlainLinear
 from quire.models.llama import LlamaForCausalLM
 
 _SHARED = ("embed_tokens.weight", "model.embed_tokens.weight", "lm_head.weight")
-"""Names of copies of the target's tensors."""
+"""Names of the copies of the target's tensors that checkpoints may hold."""
 
 
 class LlamaForCausalLMEagle(DecoderHead, LlamaForCausalLM):
@@ -45,4 +45,4 @@ class LlamaForCausalLMEagle(DecoderHead, LlamaForCausalLM):
 
 
 class EagleLlamaForCausalLM(LlamaForCausalLMEagle):
-    """The same head under vLLM's name."""
+    """LlamaForCausalLMEagle under vLLM's name."""

@@ -68,7 +68,7 @@ class _Eagle3Layer(DecoderLayer):
 
 
 class _TokenMap(nn.Module):
-    """Target token of each token of the head: token i is i + `offsets`[i]."""
+    """Maps the head's tokens to the target's: token i of the head is token i + `offsets`[i] of the target."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class LlamaForCausalLMEagle3(DecoderHead, LlamaForCausalLM):
         self.d2t = _TokenMap(config.draft_vocab_size)
 
     def share(self, target: Model) -> None:
-        """See HeadModel. Raises ConfigError if the target has too few layers, or lacks tokens that `d2t`
-        names."""
+        """See DecoderHead. Keeps the head's own output head. Raises ConfigError also if the target has fewer
+        than LEAST_LAYERS layers, or lacks tokens that `d2t` names."""
         own, num_layers, ids = self.lm_head, target.config.num_layers, self.d2t.ids
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
             raise ConfigError(
@@ -123,7 +123,7 @@ class LlamaForCausalLMEagle3(DecoderHead, LlamaForCausalLM):
         self.taps = (2, num_layers // 2, num_layers - 3)
 
     def fed(self, hidden: torch.Tensor, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See HeadModel."""
+        """See HeadModel. Projects `tapped` (`fc`); `hidden` is not used."""
         projected: torch.Tensor = self.fc(torch.cat(tuple(tapped), 1))
         return projected
 
@@ -151,9 +151,10 @@ class LlamaForCausalLMEagle3(DecoderHead, LlamaForCausalLM):
         return f"model.layers.0.{name.removeprefix(layer)}" if name.startswith(layer) else name
 
     def ignores(self, name: str) -> bool:
-        """See Model. True for the copy of the target's embedding and for the inverse of `d2t`, too."""
+        """See Model. True for the copy of the target's embedding, too, and for `t2d`, which marks the
+        target's tokens that the head knows."""
         return name in ("embed_tokens.weight", "t2d") or super().ignores(name)
 
 
 class Eagle3LlamaForCausalLM(LlamaForCausalLMEagle3):
-    """The same head under vLLM's name."""
+    """LlamaForCausalLMEagle3 under vLLM's name."""

@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-"""Activations by their names in ACTIVATIONS."""
+"""Activations by their operators' names, the values of ACTIVATIONS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class EncoderConfig(DecoderConfig):
     `sliding_windows`, a window is the largest distance of two tokens that see each other."""
 
     position_offset: int = 0
-    """Row of the table of positions that the first token has."""
+    """Row of the table of positions for a prompt's first token."""
     num_token_types: int = 0
     classifier_mode: PoolingMode = "cls"
     """How the classifier pools a prompt."""
@@ -43,7 +43,7 @@ class EncoderConfig(DecoderConfig):
     head_bias: bool = True
     """Whether the dense layer before the classifier has a bias."""
     head_activation: str = "gelu"
-    """Activation after that layer: one of FUNCTIONS' names."""
+    """Activation after the dense layer before the classifier: one of FUNCTIONS' names."""
 
     @classmethod
     def extending(cls, config: DecoderConfig, **values: Any) -> EncoderConfig:
@@ -79,7 +79,7 @@ class LayerNorm(nn.Module):
 
 
 class Table(nn.Module):
-    """Table whose rows are added to the embeddings of tokens: [num_rows, size]."""
+    """Table whose rows are added to the embeddings of tokens: [num_rows, hidden_size]."""
 
     def __init__(self, config: EncoderConfig, num_rows: int) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Table(nn.Module):
 
 
 def attend(heads: torch.Tensor, lens: Sequence[int], scale: float, window: int | None = None) -> torch.Tensor:
-    """Computes attention among all tokens of each row.
+    """Computes attention among all tokens of each sequence.
 
-    Rows are computed one by one, so a row's result does not depend on the others.
+    Sequences are computed one by one, so a sequence's result does not depend on the others.
 
     Args:
         heads: [num_tokens, 3, num_heads, head_dim]: queries, keys and values.
-        lens: number of tokens of each row; the sum is num_tokens.
+        lens: number of tokens of each sequence; the sum is num_tokens.
         scale: factor of the products of queries and keys.
         window: largest distance of two tokens that see each other; None: all do.
 
@@ -127,7 +127,8 @@ class EncoderModel(nn.Module, Model):
     prefixes: tuple[str, ...] = ()
     """Beginnings of tensors' names, of which a checkpoint may have any one; they are dropped."""
     unused: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are not used: heads for training."""
+    """Beginnings of the names, without `prefixes`, of tensors that a checkpoint may hold although the model
+    has no use for them: heads for training, for example."""
 
     def __init__(self, config: EncoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -143,8 +144,8 @@ class EncoderModel(nn.Module, Model):
         raise NotImplementedError
 
     def encode(self, x: torch.Tensor, inputs: ForwardInputs, lens: Sequence[int]) -> torch.Tensor:
-        """Computes all layers of embeddings [num_tokens, hidden_size] in the same shape. `lens`: number of
-        tokens of each row."""
+        """Computes all layers from the result `x` [num_tokens, hidden_size] of `embed`, in the same shape.
+        `lens`: number of tokens of each sequence."""
         raise NotImplementedError
 
     @property

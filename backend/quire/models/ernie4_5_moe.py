@@ -54,7 +54,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         return dataclasses.replace(config, experts=experts)
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace("mlp.moe_statics.", "mlp.gate.")
 
     def ignores(self, name: str) -> bool:

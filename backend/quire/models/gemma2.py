@@ -33,5 +33,6 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
     @classmethod
     def activation(cls, hf: HFConfig) -> Any:
-        """See GemmaForCausalLM. Here the name in the file is used as it is."""
+        """See GemmaForCausalLM. Returns `hidden_activation` as it is, by default tanh GELU; `hidden_act` is
+        not read."""
         return hf.get("hidden_activation", "gelu_pytorch_tanh")

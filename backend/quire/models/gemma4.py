@@ -45,8 +45,8 @@ class Gemma4Config(DecoderConfig):
     values_are_keys: bool
     """Whether full-attention layers use their keys, before norm and rotation, as values."""
     num_shared: int
-    """Number of layers at the end that share KV: each reads the keys and values of the last earlier layer of
-    its kind."""
+    """Number of layers at the end that share KV: each reads the keys and values of the last layer of its kind
+    before these layers. Kinds: with and without a window."""
     widens_shared: bool
     """Whether the layers that share KV have a feed-forward part of twice the size."""
     per_layer_vocab_size: int
@@ -102,7 +102,8 @@ class Gemma4Attention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Maps [num_tokens, hidden_size] to the same shape."""
+        """Maps [num_tokens, hidden_size] to the same shape. Writes the new tokens' keys and values to the
+        cache, unless the layer reads those of another."""
         cos, sin, kv_layer, meta = context.cos, context.sin, context.kv_layer, context.meta
         heads = self.qkv(x, context.adapters).unflatten(1, (-1, self.head_dim))
         query = ops.rope(self.q_norm(heads[:, : self.num_heads].contiguous()), cos, sin)
@@ -171,8 +172,8 @@ class Gemma4Layer(DecoderLayer):
 
 
 class Gemma4ForCausalLM(DecoderModel):
-    """Five layers with a window, then one without, unless `layer_types` says otherwise. The last layer has
-    full attention. Models with experts (26B-A4B) are refused."""
+    """Five layers with a window, then one without, unless `layer_types` says otherwise. The last layer
+    always has full attention. Models with experts (26B-A4B) are refused."""
 
     layer_class = Gemma4Layer
 

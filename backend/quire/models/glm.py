@@ -1,4 +1,5 @@
-"""GLM-4 of both generations: half of each head rotates, in neighbouring pairs. Gate and up are one tensor."""
+"""GLM-4 of both generations: by default half of each head rotates, in neighbouring pairs. Gate and up are one
+tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from quire.models.decoder import DecoderModel
 
 
 class GlmForCausalLM(DecoderModel):
-    """Query, key and value have biases unless the file switches them off (glm-4-9b, "hf" form)."""
+    """glm-4-9b ("hf" form): query, key and value have biases unless the file switches them off."""
 
     rotates_partly = True
 

@@ -87,7 +87,7 @@ class GptOssForCausalLM(DecoderModel):
         )
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits a tensor of all experts into the tensors of each expert's layers."""
+        """See Model. Splits a tensor of all experts into the tensors of each expert's layers."""
         prefix, separator, rest = stored.name.partition(".mlp.experts.")
         matrix = next((name for name in ("gate_up_proj", "down_proj") if rest.startswith(name)), None)
         if not separator or matrix is None or rest.removeprefix(matrix) not in _ENDS:
@@ -116,8 +116,9 @@ class GptOssForCausalLM(DecoderModel):
 
 
 def _as_layer(tensor: torch.Tensor, *, rows: slice, is_transposed: bool) -> torch.Tensor:
-    """Returns some rows of one expert's tensor as [out_features, in_features]. `is_transposed`: the stored
-    tensor is [in_features, out_features]."""
+    """Returns the output features `rows` of one expert's tensor, which become its first dimension. Three
+    dimensions, of packed weights, become two. `is_transposed`: the tensor is stored as [in_features,
+    out_features]."""
     if is_transposed:
         return tensor.T[rows]
     return tensor[rows].flatten(1) if tensor.ndim == 3 else tensor[rows]

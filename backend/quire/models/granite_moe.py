@@ -18,8 +18,8 @@ _PARTS = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    """`intermediate_size` is the inner size of one expert. A token's weights are the softmax over the logits
-    of its chosen experts."""
+    """`intermediate_size` is the inner size of one expert. The shares of a token's experts are the softmax
+    over their logits."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -32,11 +32,11 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         return dataclasses.replace(config, experts=experts)
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits stacked experts."""
+        """See Model. Splits stacked experts."""
         yield from split_stacked(stored, self.config, _PARTS)
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace(".block_sparse_moe.router.layer.", ".mlp.gate.")
 
 

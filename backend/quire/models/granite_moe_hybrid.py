@@ -33,7 +33,7 @@ class GraniteHybridLayer(DecoderLayer):
 
 class GraniteMoeHybridForCausalLM(StatesModel, GraniteForCausalLM):
     """`shared_intermediate_size` is the inner size of the part for all tokens, `intermediate_size` that of an
-    expert. With `num_local_experts` 0 there are none."""
+    expert. With `num_local_experts` 0 there are no experts."""
 
     layer_class = GraniteHybridLayer
     state_name = "mamba"
@@ -90,7 +90,7 @@ class GraniteMoeHybridForCausalLM(StatesModel, GraniteForCausalLM):
 
 
 def _mamba_shape(hf: HFConfig, hidden_size: int) -> MambaShape:
-    """Reads the keys `mamba_*`; raises CheckpointError."""
+    """Reads the keys `mamba_*` and `time_step_limit`; raises CheckpointError."""
     num_heads = hf.require_int("mamba_n_heads", 128, most=MAX_HEADS)
     inner = hf.require_int("mamba_expand", 2) * hidden_size
     size = hf.get("mamba_d_head", "auto")

@@ -13,7 +13,7 @@ from quire.models.llama import LlamaForCausalLM
 
 
 class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
-    """Rope type `dynamic` with `alpha` means a larger theta, whatever the sequence's length."""
+    """Rope scaling with `alpha` (type `dynamic`) means a larger theta, whatever the sequence's length."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -30,5 +30,5 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
         return dataclasses.replace(config, qk_norm=True, qk_norm_behind_rope=True, mlp_bias=False)
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm.")

@@ -1,5 +1,5 @@
-"""Model: the interface of a model for the loader and the runner. ForwardInputs: a model's inputs in one
-step."""
+"""Model: the interface of a model for the loader and the runner. HeadModel: that of a draft head.
+ForwardInputs: a model's inputs in one step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ForwardInputs:
     """int64 [num_tokens]: 1 for tokens of the second text of a pair, else 0; None: all are 0. Decoders ignore
     it."""
     taps: tuple[int, ...] = ()
-    """Layers whose inputs, the residual stream, are wanted beside the result, ascending."""
+    """Indices of layers whose inputs (the residual stream) are wanted beside the result, ascending."""
     tapped: list[torch.Tensor] = field(default_factory=list)
     """[num_tokens, hidden_size] for each of `taps`, which the forward pass appends."""
 
@@ -56,8 +56,8 @@ class ForwardInputs:
 class Model(Protocol):
     """Model over a paged KV cache: computes hidden states from token ids, and logits from hidden states.
 
-    The worker and the loader use a model only by this interface. A model class inherits from
-    `torch.nn.Module` first and from this class second. Methods with a body are defaults.
+    The worker and the loader use a model by this interface, and a draft head by HeadModel. A model class
+    inherits from `torch.nn.Module` first and from this class second. Methods with a body are defaults.
     """
 
     config: DecoderConfig
@@ -66,8 +66,8 @@ class Model(Protocol):
     """KV groups: layers that share a block table. `ForwardInputs.metas` has one AttentionMetadata per
     group."""
     accepts_image_embeds: bool = True
-    """Whether requests may give `image_embeds`. False: the family computes text only, because its images need
-    more than embeddings (positions with three axes, attention in both directions)."""
+    """Whether requests may give `image_embeds`. False: the family computes text only, for example because
+    images need more than embeddings (positions with three axes, attention in both directions)."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         """Makes the model, its weights uninitialised.
@@ -80,7 +80,8 @@ class Model(Protocol):
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """Reads config.json as the family does; raises CheckpointError."""
+        """Returns the shape that config.json states, read as the family does. Raises CheckpointError; the
+        loader makes one of the other errors that wrong values cause."""
         ...
 
     # What a step needs.
@@ -138,8 +139,8 @@ class Model(Protocol):
 
     @property
     def is_fused(self) -> bool:
-        """Whether one call computes all layers. Then CUDA graphs have no pieces to record, and no operator
-        checks torch's gradient mode."""
+        """Whether one call computes all layers. The runner then records no PromptGraphs, and does without
+        `torch.inference_mode`, which only saves time in each operator."""
         return False
 
     @property
@@ -150,7 +151,8 @@ class Model(Protocol):
 
     @property
     def pooling_mode(self) -> PoolingMode:
-        """How prompts are pooled for scores, and for embeddings if the checkpoint does not say."""
+        """How prompts are pooled for a classifier's scores, and for embeddings if the checkpoint does not
+        say."""
         return "last"
 
     @property
@@ -172,7 +174,8 @@ class Model(Protocol):
         ...
 
     def take_slots(self) -> None:
-        """Called once, after the model's Linear layers have made their adapter slots."""
+        """Called once, after the model's Linear layers have made their adapter slots. Raises ConfigError if
+        the model does not support adapters."""
 
     # What loading needs.
 
@@ -215,11 +218,18 @@ class Model(Protocol):
         return name
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Converts a checkpoint's tensor into what the model keeps; `name` is one of `weights()`."""
+        """Converts a checkpoint's tensor into what the model keeps.
+
+        Args:
+            name: one of `weights()`, or the name of a matrix that an adapter changes.
+            tensor: the tensor, or the adapter's B [out_features, rank]. The loader also passes an empty
+                tensor: if that comes back itself, tensors of this name are kept as they are.
+        """
         return tensor
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model has no use for it."""
+        """Whether a checkpoint may hold this tensor although the model has no use for it. `name` is a result
+        of `canonical_name`."""
         return False
 
 
@@ -231,17 +241,18 @@ class HeadModel(Model, Protocol):
     """
 
     def share(self, target: Model) -> None:
-        """Uses the target's embedding and output head. Called once, after the weights are loaded."""
+        """Uses the target's embedding, and its output head if the draft head has none of its own. Called
+        once, after the weights are loaded. Raises ConfigError if the head does not fit the target."""
 
     taps: tuple[int, ...] = ()
-    """Layers of the target whose inputs `fed` reads; known after `share`."""
+    """Indices of the target's layers whose inputs `fed` reads; known after `share`."""
 
     def fed(self, hidden: torch.Tensor, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns what `guess` reads of the target's tokens, [num_tokens, fed_size].
 
         Args:
             hidden: [num_tokens, hidden_size]: result of the target's `forward`.
-            tapped: inputs of the layers `taps`, each of the same shape.
+            tapped: inputs of the target's layers `taps`, each [num_tokens, hidden_size].
         """
         return hidden
 

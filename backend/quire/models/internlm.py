@@ -38,7 +38,7 @@ class InternLM2ForCausalLM(DecoderModel):
         return dataclasses.replace(super().parse_config(hf, dtype), qkv_bias=bias, out_bias=bias)
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel."""
+        """See Model."""
         prefix, found, end = stored.name.rpartition("wqkv.")
         if not found:
             yield stored
@@ -59,13 +59,13 @@ class InternLM2ForCausalLM(DecoderModel):
             yield one
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return ".".join(_NAMES.get(part, part) for part in name.split("."))
 
 
 def _of_heads(rows: torch.Tensor, *, group: int, head_dim: int, first: int, last: int) -> torch.Tensor:
-    """Returns rows of some heads. For each KV head, `rows` holds `group` query heads, a key and a value; of
-    these it takes those with index `first` up to, but not including, `last`."""
+    """Returns the rows of some heads. For each KV head, `rows` holds `group` query heads, a key head and a
+    value head; of these, the heads with index `first` up to, but not including, `last` are returned."""
     return rows.unflatten(0, (-1, group + 2, head_dim))[:, first:last].flatten(0, 2)
 
 

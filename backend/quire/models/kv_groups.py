@@ -16,9 +16,9 @@ STATE_WINDOW = 2
 class KVGroup(NamedTuple):
     """Layers that keep the same kind of past. Layer `layers[i]` has position i in the group's blocks.
 
-    Layers with attention keep keys and values of all tokens, or of those in a window. Layers with linear
-    attention keep a state: a fixed number of bytes that each token changes. A state fills one block, however
-    many tokens the request has.
+    Layers with attention keep keys and values of all tokens, or of those in a window. Other layers (linear
+    attention, Mamba-2, short convolutions) keep a state: a fixed number of bytes that each token changes. The
+    states of a group's layers fill one block, however many tokens the request has.
     """
 
     window: int | None
@@ -44,10 +44,10 @@ def kv_groups(
     pool.
 
     Each group costs a block table, so groups are as large as possible: a uniform model has one group. The
-    last group of layers with a window may hold fewer layers than the others. Example: 29 layers with a window
-    and 5 without make six groups with a window (five of 5 layers, one of 4) and one without, instead of 34
-    groups of one layer. The groups of the layers that see most positions are always full, because their
-    memory grows with the sequence. Groups without a window come first, groups of states last.
+    last group of a kind (one window, or one size of states) may hold fewer layers than the others. Example:
+    29 layers with a window and 5 without make six groups with a window (five of 5 layers, one of 4) and one
+    without, instead of 34 groups of one layer. The groups of the layers that see most positions are always
+    full, because they hold most blocks. Groups without a window come first, groups of states last.
 
     Args:
         windows: for each layer, the positions that a token sees; None: all. Ignored for layers with a state.

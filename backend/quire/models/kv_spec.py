@@ -18,8 +18,8 @@ QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class KVSpec(Protocol):
-    """Layout of one layer's keys and values for the tokens of a block. All layers with keys and values in a
-    pool have the same spec."""
+    """Layout of one layer's keys and values for the tokens of a block. A pool has one spec for all layers
+    with keys and values; `DecoderLayer.kv_shape` may change its shape for a layer."""
 
     def layer_bytes(self, block_size: int) -> int:
         """Returns the bytes of one layer for `block_size` tokens."""
@@ -44,13 +44,13 @@ class KVLayers(Protocol):
         `DecoderLayer.kv_shape`."""
 
     def states(self, index: int) -> torch.Tensor:
-        """Returns the states of the layer at position `index` of its group: uint8 [num_blocks, state_bytes or
-        a few more], the last dimension contiguous."""
+        """Returns the states of the layer at position `index` of its group: uint8 [num_blocks, at least
+        state_bytes], the last dimension contiguous."""
 
 
 @dataclass(frozen=True)
 class AttentionKV:
-    """Spec of a key and a value per KV head, with the scales of both if they are quantised.
+    """Spec of a key and a value per token and KV head, with the scales of both if they are quantised.
 
     In memory, keys lie before values, and each is divided into heads. A quantised head's scales follow its
     data.
@@ -92,7 +92,7 @@ class LatentKV:
     """
 
     size: int
-    """kv_lora_rank + qk_rope_head_dim."""
+    """Length of the vector: kv_lora_rank + qk_rope_head_dim."""
     dtype: torch.dtype
 
     def layer_bytes(self, block_size: int) -> int:

@@ -21,7 +21,7 @@ from quire.models.states import StatesModel
 from quire_kernels.routing import Routing
 
 _NAMES = ("w1", "w3", "w2")
-"""Names of gate, up and down."""
+"""Names of gate, up and down in checkpoints."""
 
 
 class Lfm2Attention(Attention):
@@ -116,7 +116,9 @@ class Lfm2ForCausalLM(StatesModel):
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
-    """Experts are chosen by sigmoid scores plus a bias. The first `num_dense_layers` layers have none."""
+    """Experts are chosen by sigmoid scores, plus a bias unless `use_expert_bias` is false. The first
+    `num_dense_layers` layers have no experts. The file must have `layer_types`, and the feed-forward inner
+    size is `intermediate_size`."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> StatesConfig:
@@ -150,5 +152,5 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         )
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace(".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias")

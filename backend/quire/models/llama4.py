@@ -32,8 +32,8 @@ from quire_kernels.routing import Routing
 
 
 class Llama4Attention(Attention):
-    """Llama 4's attention. Layers with rotary embedding have norms without scales after it, unless
-    `use_qk_norm` is false."""
+    """Llama 4's attention. In layers with rotary embedding, queries and keys are normed after it, without
+    learned scales, unless `use_qk_norm` is false."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(dataclasses.replace(config, qk_norm=False), layer)
@@ -44,7 +44,7 @@ class Llama4Attention(Attention):
 
 class Llama4Experts(MixtureOfExperts):
     """Llama 4's experts: those with a token's largest logits, and a shared one. The token's input to each
-    chosen expert is multiplied by the sigmoid of its logit."""
+    chosen expert is multiplied by the sigmoid of that expert's logit."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__(config, experts, router_name="router")
@@ -130,7 +130,7 @@ class Llama4ForCausalLM(DecoderModel):
         )
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """See DecoderModel. Splits [num_experts, in_features, out_features] into each expert's tensors."""
+        """See Model. Splits [num_experts, in_features, out_features] into each expert's tensors."""
         prefix, separator, matrix = stored.name.partition(".feed_forward.experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
         if not separator or parts is None:
@@ -165,8 +165,8 @@ def _columns(tensor: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
 
 
 def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers with chunked attention: those that `layer_types` names; if the file has none, those
-    that are not in `without`. Raises CheckpointError if `layer_types` is not valid."""
+    """Returns the layers with chunked attention: those that `layer_types` calls chunked_attention. Without
+    that list, these are the layers that are not in `without`. Raises CheckpointError if it is not valid."""
     types = hf.get("layer_types") or [
         "full_attention" if layer in without else "chunked_attention" for layer in range(num_layers)
     ]

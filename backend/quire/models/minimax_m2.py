@@ -13,7 +13,8 @@ from quire.models.mixtral import MixtralForCausalLM
 
 
 class MiniMaxM2ForCausalLM(MixtralForCausalLM):
-    """The first `rotary_dim` dimensions of a head rotate."""
+    """`partial_rotary_factor` or, if the file has none, `rotary_dim` says how many dimensions of a head
+    rotate; without both, all do."""
 
     rotates_partly = True
 
@@ -39,5 +40,5 @@ class MiniMaxM2ForCausalLM(MixtralForCausalLM):
         )
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         return name.replace("moe.e_score_correction_bias", "moe.gate.e_score_correction_bias")

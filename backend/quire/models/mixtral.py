@@ -26,8 +26,8 @@ class MixtralLayer(DecoderLayer):
 
 
 class MixtralForCausalLM(MistralForCausalLM):
-    """`intermediate_size` is the inner size of one expert. A token's weights are the softmax over the logits
-    of its chosen experts."""
+    """`intermediate_size` is the inner size of one expert. The shares of a token's experts are the softmax
+    over their logits."""
 
     layer_class = MixtralLayer
 

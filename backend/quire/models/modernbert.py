@@ -62,8 +62,8 @@ class ModernBertLayer(nn.Module):
 
 
 class ModernBertModel(EncoderModel):
-    """ModernBERT: every third layer sees all tokens, the others those near by, unless the file says
-    otherwise."""
+    """ModernBERT: in every third layer, beginning with the first, a token sees all tokens, in the others
+    those near by, unless the file says otherwise."""
 
     prefixes = ("model.",)
     unused = ("head.", "decoder.")

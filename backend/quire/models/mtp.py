@@ -22,9 +22,10 @@ from quire_kernels import ops
 
 _KEY = "num_nextn_predict_layers"
 _OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-"""Names in the layer of the head's own tensors."""
+"""Names, within the head's layer in the checkpoint, of tensors that other layers lack."""
 _SHARED = ("embed_tokens.", "shared_head.head.")
-"""Beginnings of names in the layer of copies of the model's tensors."""
+"""Beginnings of the names, within the head's layer in the checkpoint, of copies of the model's embedding and
+output head."""
 _UNUSED = "target."
 """Beginning of the canonical names of tensors that are not the head's."""
 

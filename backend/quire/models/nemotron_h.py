@@ -98,8 +98,8 @@ class NemotronLayer(DecoderLayer):
 
 
 class NemotronHForCausalLM(StatesModel):
-    """`hybrid_override_pattern`, or `layers_block_type`, says what the layers are. The tensors `mtp.*`, for
-    multi-token prediction, are not loaded."""
+    """`layers_block_type`, `layer_types` or `hybrid_override_pattern`, the first of these that the file has,
+    says what the layers are. The tensors `mtp.*`, for multi-token prediction, are not loaded."""
 
     layer_class = NemotronLayer
     state_name = "self_attn"
@@ -209,7 +209,7 @@ def _layers(hf: HFConfig) -> list[_Layer]:
 
 
 def _refuse_others(hf: HFConfig) -> None:
-    """Raises CheckpointError for values that the family's class of transformers does not compute."""
+    """Raises CheckpointError for activations, attention biases and tied embeddings that are not supported."""
     for key, only in (
         ("mlp_hidden_act", "relu2"),
         ("mamba_hidden_act", "silu"),

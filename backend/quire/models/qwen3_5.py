@@ -19,7 +19,8 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Qwen3_5ForCausalLM(HybridModel):
-    """M-RoPE gives text the plain rotation, as its positions are equal on all axes."""
+    """Plain rotary embedding stands in for M-RoPE: only text is served, whose positions are equal on all
+    axes."""
 
     interleaved = False
 

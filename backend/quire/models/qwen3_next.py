@@ -1,5 +1,5 @@
-"""Qwen3-Next: three layers with gated DeltaNet, then one with gated attention. Layers have experts, one of
-them shared by all tokens."""
+"""Qwen3-Next: by default three layers with gated DeltaNet, then one with gated attention. Layers have
+experts, one of them shared by all tokens."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from quire.models.vision_language import VisionLanguageModel
 
 
 class Qwen3VLForConditionalGeneration(VisionLanguageModel, Qwen3ForCausalLM):
-    """An image's row holds its embedding, then one level for each of `deepstack_visual_indexes`."""
+    """A row of image embeddings holds the embedding of one image token, then one level for each of
+    `deepstack_visual_indexes`."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

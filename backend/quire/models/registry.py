@@ -95,9 +95,9 @@ HEADS = {
 
 
 def with_head(hf: HFConfig) -> HFConfig:
-    """Returns the config as that of the whole model, if it has no language model's head: `Qwen3Model`, as
-    embedding models often are, or a decoder's `Qwen3ForSequenceClassification`. Its embeddings then count as
-    tied to the head."""
+    """Returns the config under the architecture of the whole model, if it names a decoder without a language
+    model's head: `Qwen3Model`, as embedding models often are, or `Qwen3ForSequenceClassification`. Its
+    embeddings then count as tied to the head. Other configs are returned as they are."""
     stem, found, _ = hf.architecture.rpartition(CLASSIFIER)
     name = f"{stem if found else hf.architecture.removesuffix('Model')}ForCausalLM"
     if not hf.architecture.endswith(("Model", CLASSIFIER)) or name not in ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth layer has no rotary embedding."""
+"""SmolLM3: Llama in which some layers, by default every fourth, have no rotary embedding."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from quire.roofline import ModelWork
 
 
 class StatesModel(DecoderModel):
-    """Decoder whose configuration is a StatesConfig. On a GPU, PyTorch computes the layers with states one
-    token after the other: there is no kernel."""
+    """Decoder whose configuration is a StatesConfig. On a GPU there are no kernels for states: PyTorch
+    computes Mamba-2 one token at a time, and convolutions one sequence at a time."""
 
     state_name: str
-    """Name in checkpoints of a layer's module with a state."""
+    """Name that `_named_modules` gives to the module with a layer's state."""
 
     def state_bytes(self, config: DecoderConfig) -> Mapping[int, int]:
         """See DecoderModel."""

@@ -1,4 +1,5 @@
-"""TransformersModel: causal models of transformers that have no model family here.
+"""TransformersModel: causal models on transformers' code: those without a model family here, and all with
+`model_impl` transformers.
 
 transformers' code computes the layers. Their attention runs as `ops.paged_attention` over the paged KV cache,
 through transformers' attention interface. So a model needs no code of its own for continuous batching and
@@ -76,7 +77,7 @@ _MOST_LAYERS = 256
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Names of the number of layers in transformers' configurations."""
 _MOST = 2**24
-"""Largest size and number of anything in config.json."""
+"""Largest size, and largest number of anything but layers, in config.json."""
 _LABELS = ("_labels", "2label", "2id")
 """Ends of the keys about a classifier's labels. They are left out, because transformers would make tables of
 any size from them."""
@@ -87,7 +88,7 @@ _TOLERANCE = 0.02
 
 
 class AttentionShape(NamedTuple):
-    """One layer's attention, as the probing pass saw its first call."""
+    """One layer's attention, as the probing pass saw it called."""
 
     module: str
     """Name, in the headless model, of the module that calls the interface."""
@@ -127,7 +128,8 @@ class TransformersConfig(DecoderConfig):
 
 
 class TransformersModel(nn.Module, Model):
-    """See Model. `fill` or `weights` makes the layers; before, it has none."""
+    """Causal model that transformers' code computes. It has no layers until `fill` or `weights` makes
+    them."""
 
     config: TransformersConfig
     base: PreTrainedModel
@@ -365,9 +367,10 @@ class _PagedAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes attention of query [1, num_heads, num_tokens, head_dim] and keys and values of the same
-        layout. Returns [1, num_tokens, num_heads, value size]. While attention is off (see _Step), the result
-        is a sum of query, key and value, each token's by itself."""
+        """Writes keys and values to the cache, and computes attention of query [1, num_heads, num_tokens,
+        head_dim] and keys and values of the same layout. Returns [1, num_tokens, num_heads, value size].
+        While attention is off (see _Step), the result is a sum of query, key and value, each token's by
+        itself."""
         size, inputs = value.shape[3], self._step.inputs
         if inputs is None:
             key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
@@ -465,7 +468,8 @@ def _checked_name(hf: HFConfig) -> str:
 
 
 def _rope_types(values: Any) -> Iterator[Any]:
-    """Types of rotary embeddings in config.json, for all layers or for each kind of them."""
+    """Yields the types of rotary embedding in rope parameters, which may be divided by kinds of layers; None
+    for an object that states no type."""
     if isinstance(values, dict):
         yield values.get("rope_type", values.get("type"))
         for each in values.values():
@@ -473,7 +477,8 @@ def _rope_types(values: Any) -> Iterator[Any]:
 
 
 def _check_sizes(hf: HFConfig) -> None:
-    """Refuses sizes of no model, before transformers makes tables of that size; raises CheckpointError."""
+    """Raises CheckpointError for sizes and counts that no model has, before transformers makes tables of that
+    size."""
     for key, value in hf.values.items():
         counts = key.endswith("_size") or key.startswith(("num_", "n_"))
         most = _MOST_LAYERS if key in _LAYER_COUNTS else _MOST
@@ -482,7 +487,7 @@ def _check_sizes(hf: HFConfig) -> None:
 
 
 def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
-    """Refuses models that the configuration alone shows to be unsupported; raises CheckpointError."""
+    """Raises CheckpointError for models that the configuration alone shows to be unsupported."""
     name = hf.architecture
     for key in ("rope_parameters", "rope_scaling"):
         for kind in _rope_types(hf.values.get(key)):
@@ -519,7 +524,7 @@ def _read(values: dict[str, Any]) -> PreTrainedConfig:
 def _made(
     found: PreTrainedConfig, dtype: torch.dtype, device: torch.device, attention: str = _STEP
 ) -> PreTrainedModel:
-    """Makes a model whose weights have memory but arbitrary values."""
+    """Makes a model whose weights have arbitrary values."""
     experts = {"experts_implementation": _PROBE} if attention == _PROBE else {}
     with device:
         made: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -618,7 +623,7 @@ def _look_at_mask(
     **_: Any,
 ) -> torch.Tensor:
     """Mask function of the probing pass, for transformers' interface. It marks the mask with the window that
-    it implies."""
+    it implies (`quire_window`). Raises _Unfit for a mask that is not causal, or of attention in chunks."""
     last = min(config.max_position_embeddings, _MOST_POSITIONS) - 1
     mask: Any = torch.empty((1, 1, q_length, kv_length))
     counts = [_num_seen(mask_function, position, last) for position in (last - 1, last)]
@@ -632,8 +637,8 @@ def _look_at_mask(
 
 
 def _num_seen(mask_function: Callable[..., torch.Tensor], position: int, last: int) -> int:
-    """Returns how many positions a token sees, its own included. Raises _Unfit if these are not the ones
-    right before it."""
+    """Returns how many positions a token sees, its own included. Raises _Unfit if these are not its own
+    and the ones right before it."""
     with torch.device("cpu"):
         keys, zero = torch.arange(last + 2), torch.tensor(0)
         seen = mask_function(zero, zero, torch.tensor(position), keys).broadcast_to(keys.shape)

@@ -76,7 +76,9 @@ class Norm(nn.Module):
 
 @torch.no_grad()
 def pack_layers(base: Any, head: nn.Module) -> int:
-    """Packs the layers of a headless model, and its head. Returns the bytes of the packed weights."""
+    """Replaces, in place, layers of a headless model and of its head; see the module's docstring. An
+    embedding that is tied to the head then looks rows up in the packed head. Returns the bytes of the packed
+    weights."""
     table = base.get_input_embeddings()
     weight = table.weight if type(table) is nn.Embedding else None
     num_bytes = 0
@@ -114,7 +116,8 @@ def _packed(*linears: nn.Linear, activation: str | None = None) -> PackedLinear:
 
 
 def _gated(module: Any) -> GatedLayer | None:
-    """Returns a GatedLayer that computes the same as `module`; None: it is no gated feed-forward layer."""
+    """Returns a GatedLayer that computes the same as `module`; None: there is none, because `module` is no
+    gated feed-forward layer or computes something else."""
     parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     function = getattr(module, "act_fn", None)
     if function is None or any(type(part) is not nn.Linear for part in parts):
@@ -129,7 +132,8 @@ def _gated(module: Any) -> GatedLayer | None:
 
 
 def _norm(module: Any) -> Norm | None:
-    """Returns a Norm that computes the same as `module`; None: it is no RMSNorm."""
+    """Returns a Norm that computes the same as `module`; None: there is none, because `module` is no RMSNorm
+    or computes something else."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:

@@ -1,4 +1,4 @@
-"""The text part of a vision-language checkpoint. A Triton model of its own computes the vision part."""
+"""The text part of a vision-language checkpoint. Another Triton model computes the vision part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class VisionLanguageModel(DecoderModel):
     image embeddings (`accepts_image_embeds`), prompts may have them in place of placeholder tokens."""
 
     def canonical_name(self, name: str) -> str:
-        """See DecoderModel."""
+        """See Model."""
         for prefix, own in _TEXT_PREFIXES:
             if name.startswith(prefix):
                 return own + name.removeprefix(prefix)

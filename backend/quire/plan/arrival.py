@@ -33,7 +33,7 @@ class Arrival:
     """Number of the content after `hash_ids`, below 2**30; requests with equal content have the same
     number."""
     hash_ids: Sequence[int] = ()
-    """Content of the leading blocks of `block_size` tokens, prompt and output."""
+    """Numbers of the content of the leading blocks of `block_size` tokens each, prompt and output."""
     block_size: int = 16
     """Tokens per block of `hash_ids`; at most the engine's block size, because content does not differ inside
     a block."""

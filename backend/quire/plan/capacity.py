@@ -23,9 +23,10 @@ from quire.worker.model_runner import check_attention_backend
 from quire_kernels.ranks import Ranks
 
 GPU_CONTEXT_BYTES = 2**29
-"""Memory that CUDA occupies on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
+"""Bytes that CUDA occupies on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
 ENGINE_BYTES = 160 * 2**20
-"""Host memory of an engine's process that the planning process lacks, beside weights and cache; measured."""
+"""Bytes of host memory that an engine's process has and the planning process lacks, beside weights and cache;
+measured."""
 ROUNDS = 8
 """Number of requests that a simulated client sends one after the other. The first ones do not count in the
 times to first token."""
@@ -51,9 +52,10 @@ class Capacity:
     bytes_per_token: float
     """KV cache bytes per token, in a sequence of `max_model_len` tokens."""
     kv_tokens: int
-    """Most tokens that sequences of `max_model_len` can hold at the same time."""
+    """Tokens that the KV cache holds, in sequences of `max_model_len` tokens."""
     concurrency: dict[int, int]
-    """Number of sequences that can run at the same time, by their length in tokens."""
+    """Number of sequences that can run at the same time, at most `max_num_seqs`, by their length in
+    tokens."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -76,7 +78,8 @@ def predict(
         device_type: "cpu" or "cuda"; this machine needs to have neither.
         free: bytes of memory that are free before the start, on the host or the GPU.
         total: bytes of the GPU's memory; None: the device is the host.
-        lengths: sequence lengths in tokens, for `Capacity.concurrency`.
+        lengths: sequence lengths in tokens, for `Capacity.concurrency`. Longer ones count as `max_model_len`,
+            which is always among them.
 
     Raises:
         CheckpointError: as the engine would.
@@ -172,6 +175,9 @@ def advise(config: EngineConfig, capacity: Capacity, cost: CostModel, target: Ta
     scheduler with a cost model.
 
     The returned figures are for that number of clients, or for one client if even that misses the target.
+
+    Raises:
+        InvalidArgumentError: a prompt of the target does not fit into the cache or the model.
     """
     engine = config.replace(
         num_blocks=max(1, capacity.kv_tokens // config.cache.tokens_per_block),

@@ -25,7 +25,7 @@ class Planned:
     problems: list[str] = field(default_factory=list)
     """Reasons why an engine would not start."""
     advice: list[str] = field(default_factory=list)
-    """Warnings about keys that do not prevent an engine from starting."""
+    """Warnings, which do not prevent an engine from starting."""
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
@@ -38,6 +38,7 @@ def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
 
     Raises:
         ConfigError: the path is none of these.
+        CheckpointError: a checkpoint's directory holds several GGUF files.
     """
     if not path.exists():
         raise ConfigError(f"{path}: does not exist")

@@ -51,13 +51,13 @@ class CostModel:
 
 
 PRESETS: dict[str, CostModel] = {
-    # Llama-3.1-8B in bf16 on an H100. Decode is vLLM's published fit, 6.44 ms + 43.7 ns per cached token
-    # (performance.md 1.1), of which 15.0 GB of weights at 3.0 TB/s are 5.0 ms. Matrices: 2 * 7.5e9 FLOP per
-    # token at 650 TFLOP/s; attention in prompts: 4 * 32 layers * 32 heads * 128 FLOP per pair at 500 TFLOP/s.
+    # Llama-3.1-8B in bf16 on an H100. Decode is vLLM's published fit, 6.44 ms + 43.7 ns per cached token,
+    # of which 15.0 GB of weights at 3.0 TB/s are 5.0 ms. Matrices: 2 * 7.5e9 FLOP per token at 650 TFLOP/s;
+    # attention in prompts: 4 * 32 layers * 32 heads * 128 FLOP per pair at 500 TFLOP/s.
     "h100-8b": CostModel(1.44e-3, 5.0e-3, 23.1e-6, 23.1e-6, 43.7e-9, 1.05e-9),
-    # The same model at the limit of an H200 (performance.md 2): 4.4 TB/s, 790 TFLOP/s, no time between steps.
+    # The same model at the limit of an H200: 4.4 TB/s, 790 TFLOP/s, no time between steps.
     "h200-8b-limit": CostModel(0.0, 3.41e-3, 19.0e-6, 19.0e-6, 29.8e-9, 0.87e-9),
-    # Qwen3-0.6B in bf16 on two Zen4 cores as the best peers there do it (performance.md 6): 48 ms per token
+    # Qwen3-0.6B in bf16 on two Zen4 cores as the best peers there do it: 48 ms per token
     # alone, 95 ms per step of 16 rows, 420 prompt tokens per second; KV of 114688 bytes per token at 40 GB/s;
     # 4 * 28 layers * 16 heads * 128 FLOP per pair at 200 GFLOP/s.
     "cpu-0.6b": CostModel(2.0e-3, 46e-3, 2.4e-3, 5.8e-3, 2.9e-6, 1.1e-6),

@@ -93,7 +93,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first."""
+        """Mean seconds per token after the first; None: there is not more than one per choice."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         per_choice = self.num_tokens / self.arrival.num_sequences
@@ -286,7 +286,8 @@ class Simulator:
             session_ttl_s=config.cache.session_ttl_s,
         )
         self.trace = self.scheduler.start_trace(config.cache) if trace else None
-        """Trace of the steps; every run gives the same one, except for `plan_s`, which are wall times."""
+        """Trace of the steps; None: they are not recorded. Every run gives the same one, except for `plan_s`,
+        which are wall times."""
         self._arrivals = deque(arrivals)
         self._concurrency = concurrency
         self._tokens = SampledTokens()

@@ -33,7 +33,7 @@ MAX_ARGS = 16 * 1024
 
 
 class LogitsProcessor(Protocol):
-    """Base class of logits processors, which operators write. It is constructed as `Class(**args)` for each
+    """Interface of logits processors, which operators write. One is constructed as `Class(**args)` for each
     sequence of a request, and again after a preemption. So its effect must depend only on its arguments and
     `token_ids`."""
 

@@ -72,8 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling and end of one request. A parameter at its default changes nothing; temperature 0 is greedy.
     The ranges of numbers apply both to clients' values and to what the engine receives.
 
-    Order of the transforms is that of transformers: penalties, logit bias, bans (n-grams, bad words,
-    min-tokens masks), then temperature, top-k, top-p, min-p, typical-p.
+    Order of the transforms: logits processors, the grammar's mask, penalties, logit bias, bans (n-grams, bad
+    words, min-tokens masks), then temperature, top-k, top-p, min-p, typical-p.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
@@ -111,7 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Choices to return, each with an index."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    """Choices to generate; the `n` with the highest mean log-probability are returned, at the end."""
+    """Choices to generate; None: `n`. If there are more than `n`, the `n` with the highest mean
+    log-probability are returned, at the end."""
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 1
     """Above 1: beam search instead of sampling; the `n` best beams are returned, at the end."""
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
@@ -166,8 +167,8 @@ def choice_seed(seed: int, index: int) -> int:
 
     Other choices get the `index`-th number of SplitMix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014), started at the mixed seed. Started at the seed itself,
-    requests with neighbouring seeds would share choices. It must never change, because seeded outputs depend
-    on it.
+    requests with neighbouring seeds would share choices. The result must never change, because seeded outputs
+    depend on it.
 
     Args:
         seed: in [0, 2**64).
@@ -184,8 +185,8 @@ def _mix(value: int) -> int:
 
 
 def _json_if_text(field: str, value: Any, opening: str) -> Any:
-    """Parses JSON text if the value is text that begins with `opening`: request parameters carry only
-    scalars."""
+    """Returns the value, parsed as JSON if it is text that begins with `opening`: request parameters carry
+    only scalars. Raises InvalidArgumentError if it is not JSON."""
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return parse_json(field, value)
@@ -264,7 +265,8 @@ _CONVERTERS = {
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
-"""All parameter names that a request may use as tensor, JSON key or request parameter."""
+"""Names that a request may use, besides ALIASES, for parameters as tensors, JSON keys or request
+parameters."""
 
 ALIASES: dict[str, str] = {
     "max_new_tokens": "max_tokens",
@@ -281,7 +283,8 @@ def parse_sampling_params(
     """Validates and merges a request's parameters; the first source that names a parameter wins. A
     temperature that no source names becomes 1 if the default is greedy and a source limits the distribution
     (`top_k`, `top_p`, `min_p` or `typical_p`), else 0 with `beam_width` > 1, else the default. The default of
-    `min_tokens` is lowered to `max_tokens`.
+    `min_tokens` is lowered to `max_tokens`. A `top_k` of -1 and a `top_p` of 0 mean no limit, and a negative
+    seed counts modulo 2**64.
 
     Args:
         sources: mappings of parameter name to raw value, most specific first (typed tensors, JSON object,
@@ -290,7 +293,8 @@ def parse_sampling_params(
             generation_config.json.
 
     Raises:
-        InvalidArgumentError: unknown name, wrong type or value outside its range; names the parameter.
+        InvalidArgumentError: unknown name, wrong type, value outside its range, or parameters that conflict;
+            names a parameter.
     """
     given: dict[str, Any] = {}
     for source in sources:
@@ -378,6 +382,9 @@ def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams
     If `do_sample` is false or absent, sampling is greedy whatever temperature the file has. Without `top_k`
     there is no limit, as in vLLM; transformers uses 50. EOS ids are not sampling parameters: see
     `quire.loader.info`.
+
+    Raises:
+        InvalidArgumentError: a value in the file is wrong.
     """
     given: dict[str, Any] = {}
     if config.get("do_sample"):

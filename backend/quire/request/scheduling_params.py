@@ -13,7 +13,8 @@ MAX_DRAFT_TOKENS = 64
 MAX_RETENTION = 100
 DEFAULT_RETENTION = 35
 MAX_PIN_TTL_S = 3600.0
-"""Longest time to live of a prompt's pin (`pin`) after its request ends; the next request may renew it."""
+"""Most seconds that a prompt stays pinned (`pin`) after its request ends; the next request may renew the
+pin."""
 
 
 Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]
@@ -38,7 +39,8 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Whether the prompt's blocks are pinned after the request, for `cache_ttl_s` seconds but at most
     MAX_PIN_TTL_S. If the request states no `cache_ttl_s`, or 0, they are pinned for MAX_PIN_TTL_S."""
     session: str = ""
-    """Conversation whose blocks stay pinned from turn to turn, for `session_ttl_s`; empty: none."""
+    """Conversation whose blocks stay pinned from turn to turn, for the engine's `session_ttl_s` seconds;
+    empty: none."""
     session_end: bool = False
     """Whether the conversation's blocks are unpinned when this request ends."""
     ttft_deadline: Seconds | None = None

@@ -68,16 +68,16 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 
 def as_pooling(params: SamplingParams, pooling: Pooling, hidden_size: int) -> SamplingParams:
-    """Returns the sampling parameters of a request for an embedding or scores. All but `dimensions` and
-    `pooling` is dropped, because no token is sampled.
+    """Returns the engine's sampling parameters for a request for an embedding or scores. Of the client's,
+    only `dimensions` and `pooling` are used, because no token is sampled.
 
-    Args:
-        params: the client's parameters; without `dimensions` the result has the model's full size.
-        pooling: what the model can do.
+    Args: params: the client's parameters; without `dimensions`, an embedding has the size `hidden_size`.
+        pooling: what the model can do. hidden_size: the model's hidden size, the largest size of an
+        embedding.
 
-    Raises:
-        InvalidArgumentError: the model gives no such result, or fewer dimensions, or the client wants several
-            choices, beams, log-probabilities or a structured output as well.
+    Raises: InvalidArgumentError: the model gives no such result, or not as many dimensions (for scores:
+        another number), or the client wants several choices, beams, log-probabilities or a structured output
+        as well.
     """
     size = params.dimensions or hidden_size
     if params.pooling.task == "classify":
