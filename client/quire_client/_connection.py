@@ -1,4 +1,4 @@
-"""Settings of a connection, the deadline of a request, and the times that cancelling may take."""
+"""Settings of a connection, the deadline of a request, trace headers, and the times cancelling may take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_URL = "localhost:8001"
 CANCEL_TIMEOUT = 2.0
 """Seconds a cancel request may take."""
 DRAIN_TIMEOUT = 0.5
-"""Seconds a cancelled stream has for its own end before the call is torn down."""
+"""Seconds that a cancelled or finished stream has for its own end before its call is cancelled."""
 LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
 """Seconds before each repeated cancel request, if the first one arrived before the request itself."""
 CONTROL_TIMEOUT = 30.0
@@ -126,11 +126,12 @@ class Deadline:
         return left
 
     def explained(self, error: QuireClientError) -> QuireClientError:
-        """Returns a DeadlineExceeded that names the timeout if this deadline caused the error, else the
-        error.
+        """Returns the exception to raise for an error of a call that had this deadline.
 
-        gRPC's own text is only "Deadline Exceeded". If the deadline passes while gRPC is sending the request,
-        gRPC reports INTERNAL or CANCELLED instead.
+        This is a DeadlineExceeded that names the timeout if the error is a DeadlineExceeded (gRPC's own text
+        is only "Deadline Exceeded"), or if the deadline has passed and the error is INTERNAL or CANCELLED,
+        which gRPC reports when the deadline passes while it sends the request. Otherwise, and without a
+        deadline, it is the error itself.
         """
         if self._end is None:
             return error

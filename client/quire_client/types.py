@@ -85,12 +85,12 @@ class Chunk:
 
     @property
     def prompt_logprobs(self) -> Any:
-        """Parsed JSON of the model's `prompt_logprobs`, once per request."""
+        """Parsed JSON of the model's `prompt_logprobs` output, on one chunk per prompt; else None."""
         return self.extras.prompt_logprobs
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of the choice so far that are reasoning, on its last chunk."""
+        """Number of reasoning tokens of the whole choice; on its last chunk, if asked for."""
         return self.extras.num_reasoning_tokens
 
     @property
@@ -118,7 +118,7 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens over the whole time."""
+        """Output tokens divided by `total`; None when their number is 0 or unknown."""
         return self.num_tokens / self.total if self.num_tokens and self.total > 0 else None
 
 
@@ -138,7 +138,7 @@ class Choice:
     """Text of the model's reasoning before its answer."""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: str | None = None
-    """The stop string, or the token id as text, that ended it."""
+    """The stop string, or the token id as text, that ended the choice; None if neither did."""
     server_timing: Mapping[str, Any] | None = None
     """Milliseconds in the server, where asked for."""
     num_reasoning_tokens: int | None = None
@@ -158,8 +158,8 @@ class Result:
     num_cached_tokens: int | None = None
     """Input tokens that the server's KV cache had."""
     prompt_logprobs: tuple[Any, ...] = ()
-    """`prompt_logprobs` of each prompt, if asked for; None for a prompt whose request ended before its first
-    token."""
+    """`prompt_logprobs` of each prompt in turn, up to the last that has some; None for a prompt whose request
+    ended before its first token. Empty if not asked for."""
 
     @property
     def reasoning(self) -> str:
@@ -217,9 +217,9 @@ class Scores:
     """Scores of several prompts or pairs of texts."""
 
     values: tuple[tuple[float, ...], ...]
-    """Scores of each prompt, one for each label, in the order of the prompts."""
+    """Scores of each prompt or pair, one for each label, in the order of the prompts."""
     labels: tuple[str, ...]
-    """Label of each prompt's largest score."""
+    """Label of the largest score of each prompt or pair."""
     num_input_tokens: int
     """Input tokens of all prompts together."""
     num_cached_tokens: int
