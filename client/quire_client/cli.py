@@ -60,7 +60,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Prints a shell's completion script for quire-client; in bash: eval "$(quire-client completion bash)"."""
+    """Prints the completion script for a shell; in bash: eval "$(quire-client completion bash)"."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(cli, {}, PROGRAM, COMPLETE_VARIABLE).source())

@@ -52,8 +52,8 @@ class Exchange:
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     ttft: float | None = None
-    """Time to first token of a stream, in seconds; None before it, for answers that are not streamed, and
-    where tokens are not counted (`counts_tokens`)."""
+    """Time to first token of a stream, in seconds; None before it, for answers that are not streamed, and if
+    token counts are neither needed (`counts_tokens`) nor part of the answer."""
     began: float = field(default_factory=time.monotonic)
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the last token, by (number of the prompt, index of the choice)."""
@@ -61,7 +61,8 @@ class Exchange:
     """Numbers of the prompts already counted. Every chunk repeats its prompt's token count, which counts
     once."""
     _num_reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Reasoning tokens so far, by (number of the prompt, index of the choice)."""
+    """Reasoning tokens of each choice whose last chunk has come, by (number of the prompt, index of the
+    choice)."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -96,7 +97,8 @@ class Exchange:
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """Returns the token counts of a stream in OpenAI's form."""
+        """Token counts of a stream so far, in OpenAI's form; None if the server does not count the prompt's
+        tokens."""
         counts = self._num_reasoning_tokens.values()
         num_reasoning_tokens = sum(counts) if counts else None
         return usage(
