@@ -2,8 +2,9 @@
 
 Accepted is either a list of messages or an object
 `{"messages": [...], "tools": [...], "add_generation_prompt": true, "chat_template_kwargs": {...}}`,
-so that one STRING tensor carries all a chat template can use. `tool_choice`, `parallel_tool_calls` and
-`response_format` beside them say what the answer may be; all are as in OpenAI's chat completions.
+so that one STRING tensor carries all a chat template can use. The object may also have
+`continue_final_message`, and `tool_choice`, `parallel_tool_calls` and `response_format`, which say what the
+answer may be, as in OpenAI's chat completions.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""A checkpoint directory with a tokenizer has at least one of these files."""
+"""A checkpoint directory with a tokenizer has at least one of these files, or a .gguf file."""
 
 _CHARACTERS_PER_TOKEN = 4
 """A text with at most so many characters for each allowed token is tokenized at once: most such texts fit."""
@@ -223,8 +223,7 @@ class Tokenizer:
         """Returns the token ids of an input tensor's element, with special tokens.
 
         Raises:
-            InputError: the element is empty, far longer than `max_tokens`, or not UTF-8 (with the byte
-                offset).
+            InputError: the element is empty or not UTF-8 (with the byte offset), or `encode` refuses it.
         """
         text = decode_utf8(field, raw)
         if not text:

@@ -77,8 +77,8 @@ class TokenizerModel(EnsembleModel):
             request_id: the client's id for the request.
             text: see the inputs.
             messages: likewise.
-            ask: whether to check that there is shared memory for the response; without it, an error is
-                returned.
+            ask: True: check that there is shared memory for the response, and return an error if there is
+                not.
         """
         pb = self.pb_utils
         try:
