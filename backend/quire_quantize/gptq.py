@@ -19,8 +19,8 @@ that is not enough."""
 
 
 def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Chooses codes on a grid that keep the layer's outputs close. Returns float32 whole numbers of weight's
-    shape.
+    """Chooses codes on a grid with which the layer's outputs are close to those of the unrounded weights.
+    Returns float32 whole numbers of weight's shape.
 
     Args:
         weight: float32 [out_features, in_features].

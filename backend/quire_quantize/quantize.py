@@ -32,6 +32,7 @@ def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Calla
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported, or `out` exists or cannot be written.
+        TokenizerError: the scheme needs calibration, and the checkpoint's tokenizer cannot be loaded.
     """
     scheme = SCHEMES[scheme_name]
     with new_directory(out) as directory, torch.inference_mode():

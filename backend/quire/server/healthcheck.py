@@ -31,7 +31,8 @@ class ProbeError(Exception):
 
 
 def probe(url: str, model: str, timeout_s: float) -> str:
-    """Asks `model` at gRPC `url` ("host:port") for a sign of progress.
+    """Asks `model` at gRPC `url` ("host:port") for a sign of progress. From an engine that is asleep, any
+    answer counts as one.
 
     Args:
         timeout_s: seconds for the whole probe, connecting included. A step that takes longer is no failure
