@@ -11,8 +11,8 @@ import torch
 from quire_quantize.rounding import Grid
 
 BLOCK = 128
-"""Columns after which their errors are applied to all that follow. This makes one large product of many small
-ones."""
+"""Number of columns whose errors are applied together to all columns after them: one large product instead of
+many small ones."""
 _DAMPING = 0.01
 """Fraction of the gram matrix's mean diagonal that is added to its diagonal. It is multiplied by ten while
 that is not enough."""

@@ -464,7 +464,7 @@ def _wanted_outputs(
     schema: ModelSchema, prompt: Prompt, stream: bool, sampling: Mapping[str, Any]
 ) -> list[str]:
     """Returns the outputs to ask for: only useful ones, because each output costs the server time per
-    response."""
+    response. Empty, which asks for all, if the model's outputs are not known."""
     if schema.outputs is None:
         return []
     wanted = ["text_output", "output_ids", "finish_reason"]

@@ -45,7 +45,8 @@ class Conversation:
     """Messages and options that a chat template is rendered from; `parse_conversation` has checked them."""
 
     messages: list[dict[str, Any]]
-    """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
+    """Each has a `role`; its `content` is a string or a list of text parts (and image parts), or missing or
+    None beside tool calls."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     """Whether the template ends the prompt with the start of an answer."""

@@ -131,7 +131,8 @@ class VisionConfig(ABC):
 
 @dataclass(frozen=True)
 class LlavaConfig(VisionConfig):
-    """LLaVA 1.5: images of one size. A row is an image, [C, H, W]; a grid is (1, patches, patches)."""
+    """LLaVA 1.5: images of one size. A row is an image, [C, H, W]; a grid is (1, patches down, patches
+    across)."""
 
     side: int
     """Pixels of an image's side."""
@@ -146,7 +147,7 @@ class LlavaConfig(VisionConfig):
 
     @property
     def tile_tokens(self) -> int:
-        """Number of rows that the tower returns for an image of its size."""
+        """Number of rows of embeddings for one image or tile."""
         return self.patches_per_side**2 + self.extra_rows
 
     def rows(self, t: int, h: int, w: int) -> int:
@@ -241,9 +242,9 @@ class AnyresConfig(LlavaConfig):
         return height // self.side, width // self.side
 
     def shown(self, h: int, w: int) -> tuple[int, int]:
-        """Returns the rows and columns of the embeddings of all tiles together, without padding and without
-        the mark after each row. (The arithmetic of `unpad_image` and `pack_image_features` in
-        transformers.)"""
+        """Returns the rows and columns of the embeddings of all tiles together, without padding, scaled down
+        as `max_tiles` says, and without the mark after each row. (The arithmetic of `unpad_image` and
+        `pack_image_features` in transformers.)"""
         down, across = (n * self.patches_per_side for n in self.tiles(h, w))
         if w / h > across / down:
             down -= (down - int(round(h * (across / w), 7))) // 2 * 2

@@ -22,7 +22,8 @@ a second or two. The time doubles with each start, up to the longest. After a ru
 time it is the shortest again."""
 
 REACH_S = 5.0
-"""Seconds after its first answer in which the gateway must reach a server that is ready."""
+"""Seconds from the gateway's first answer until `Gateway.is_ready` no longer waits for it to reach the
+server."""
 
 
 def check_installed() -> None:

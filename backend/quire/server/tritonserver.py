@@ -67,8 +67,8 @@ class TritonServer:
         our engine need.
 
         The stub ignores PYTHONPATH and uses the packages of the environment whose `python3` is first on
-        PATH. It finds libpython through the loader. The running Python's own must come before a system one of
-        the same version, in which symbols may be missing that extension modules need.
+        PATH. It finds libpython through the loader. The running Python's own libpython must come before a
+        system one of the same version, which may lack symbols that extension modules need.
         """
         env = dict(os.environ)
         library_path = [str(libpython_directory()), str(self.libraries), env.get("LD_LIBRARY_PATH", "")]

@@ -90,7 +90,9 @@ DESCRIBED_S = 5.0
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
+    """Settings of the gateway.
+
+    url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
     timeout: seconds for one request; None: no limit.
     images: limits on the images that are fetched for requests.
     api_keys: file of API keys, see `keys.py`; None: clients need no key.

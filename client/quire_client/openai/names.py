@@ -14,7 +14,7 @@ UNARY = "_unary"
 
 @dataclass(frozen=True)
 class Names:
-    """aliases: the model's name, by alias."""
+    """Names by which clients call the server's models. aliases: the model's own name, by alias."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ from quire_client.types import Chunk, Embeddings, Result, Scores
 GONE = 499
 """Status, in log and metrics, of a request whose client disconnected before its answer was complete."""
 _BESIDE = ("/tokenize", "/detokenize")
-"""Paths outside /v1/, named as in vLLM, that are also observed and need a key."""
+"""Paths outside /v1/, named as in vLLM, that are also observed and, if the gateway has keys, need one."""
 _SCORING = ("/v1/classify", "/v1/score", "/v1/rerank")
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", *_SCORING, "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
