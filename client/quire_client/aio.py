@@ -365,8 +365,8 @@ class AsyncClient:
 
         Raises:
             QuireClientError: the model gives no embeddings, or a prompt's request failed. The message names a
-                wrong prompt as `prompts[i]`, and as `prompts` if it is the only one and not in a list. The
-                other requests are cancelled then.
+                wrong prompt as `prompts[i]`, or as `prompts` if the argument is one prompt. The other
+                requests are cancelled then.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         stated = arguments if dimensions is None else {"dimensions": dimensions, **arguments}

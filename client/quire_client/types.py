@@ -80,7 +80,8 @@ class Chunk:
 
     @property
     def server_timing(self) -> Mapping[str, Any] | None:
-        """Milliseconds in the server (`queue`, `prefill` ...); on the last chunk, if asked for."""
+        """Milliseconds in the server so far (`queue`, `prefill` ...) and some counts, if asked for; else None.
+        The values of a choice's last chunk cover its whole time."""
         return self.extras.server_timing
 
     @property
@@ -90,7 +91,7 @@ class Chunk:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Number of reasoning tokens of the whole choice; on its last chunk, if asked for."""
+        """Number of reasoning tokens of the choice so far, if asked for; else None."""
         return self.extras.num_reasoning_tokens
 
     @property
@@ -140,7 +141,7 @@ class Choice:
     stop_reason: str | None = None
     """The stop string, or the token id as text, that ended the choice; None if neither did."""
     server_timing: Mapping[str, Any] | None = None
-    """Milliseconds in the server, where asked for."""
+    """Milliseconds in the server and some counts, if asked for; else None."""
     num_reasoning_tokens: int | None = None
     batch_index: int = 0
     """Number of the prompt, if the request has several. The choices of each prompt begin at `index` 0."""

@@ -61,8 +61,7 @@ class Exchange:
     """Numbers of the prompts already counted. Every chunk repeats its prompt's token count, which counts
     once."""
     _num_reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Reasoning tokens of each choice whose last chunk has come, by (number of the prompt, index of the
-    choice)."""
+    """Reasoning tokens so far, by (number of the prompt, index of the choice)."""
 
     @property
     def counts_tokens(self) -> bool:
