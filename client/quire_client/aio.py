@@ -460,7 +460,8 @@ class AsyncClient:
         return cache_answer(result.text)
 
     async def cache_reset(self, **arguments: Any) -> dict[str, Any]:
-        """Empties prefix cache and KV tiers; running requests go on. Arguments as for `cache_control`."""
+        """Empties the prefix cache, with its pins, and the KV tiers; running requests go on. Arguments as for
+        `cache_control`."""
         return await self.cache_control({"command": "reset"}, **arguments)
 
     async def cache_inspect(self, **arguments: Any) -> dict[str, Any]:
@@ -479,6 +480,7 @@ class AsyncClient:
 
     async def sleep(self, *, drain: bool = False, **arguments: Any) -> dict[str, Any]:
         """Frees the memory of the engine's weights and KV cache; the engine refuses requests until `wake`.
+        Prefixes cached in memory are lost.
 
         Args:
             drain: True: wait until all requests have ended. False: the command is refused while there are
@@ -500,8 +502,8 @@ class AsyncClient:
         return await self.cache_control({"command": "adapters"}, **arguments)
 
     async def load_adapter(self, name: str, path: str, **arguments: Any) -> dict[str, Any]:
-        """Loads a LoRA adapter, or replaces one that no request uses. Then requests may name it
-        (`lora_name`).
+        """Loads a LoRA adapter, or replaces one of this name that no request uses. When this returns,
+        requests may name the adapter (`lora_name`).
 
         Args:
             path: the adapter's directory on the server, below `lora_root` of the model's configuration.
@@ -513,8 +515,8 @@ class AsyncClient:
         """Unloads a LoRA adapter.
 
         Args:
-            drain: True: wait until its requests have ended. False: the command is refused while there are
-                any.
+            drain: True: wait until the adapter's requests have ended. False: the command is refused while
+                there are any.
             arguments: as for `cache_control`.
         """
         return await self.cache_control(

@@ -80,8 +80,8 @@ class Chunk:
 
     @property
     def server_timing(self) -> Mapping[str, Any] | None:
-        """Milliseconds in the server so far (`queue`, `prefill` ...) and some counts, if asked for; else None.
-        The values of a choice's last chunk cover its whole time."""
+        """Milliseconds in the server so far (`queue`, `prefill` ...) and some counts, if asked for; else
+        None. The values of a choice's last chunk cover its whole time."""
         return self.extras.server_timing
 
     @property
