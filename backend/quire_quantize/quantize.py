@@ -20,8 +20,8 @@ from quire_quantize.source import SourceCheckpoint
 def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Callable[[int, int], None]) -> int:
     """Writes a quantised checkpoint and returns the bytes of its tensors.
 
-    Memory holds the hidden states of the calibration text, one decoder layer in float32, and up to 2 GiB of
-    tensors that are not yet written.
+    Memory holds the hidden states of the calibration text, up to three copies of one decoder layer in
+    float32, the statistics of this layer's inputs, and up to 2 GiB of tensors that are not yet written.
 
     Args:
         path: a directory, or a .gguf file.

@@ -28,7 +28,7 @@ DRAIN_TIMEOUT = 0.5
 LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
 """Seconds before each repeated cancel request, if the first one arrived before the request itself."""
 CONTROL_TIMEOUT = 30.0
-"""Seconds for calls about models when the caller gave no timeout."""
+"""Seconds for a call that generates nothing (about models, or the server) if it has no deadline."""
 
 # Prompts and answers have no limit here; the server has its own.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
@@ -45,7 +45,8 @@ _NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
 
 @dataclass(frozen=True)
 class Settings:
-    """Address of a server and how to call it; times in seconds."""
+    """Address of a server and how to call it; times in seconds. Raises InvalidArgument for a wrong address or
+    timeout."""
 
     url: str = DEFAULT_URL
     timeout: float | None = None
@@ -104,7 +105,8 @@ def check_timeout(timeout: float) -> None:
 
 
 class Deadline:
-    """A point in time that the calls of one request share."""
+    """A point in time by which all calls of one request must end; none with a timeout of None. Raises
+    InvalidArgument for a timeout that is not positive."""
 
     def __init__(self, timeout: float | None) -> None:
         if timeout is not None:

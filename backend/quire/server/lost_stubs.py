@@ -26,8 +26,8 @@ GRACE_S = 10.0
 """Seconds that the server must have waited for a stub before the stub counts as lost. Until then it may be
 one that has answered and ends by itself, for which the server waits too. To kill such a stub does no harm."""
 KILL_GRACE_S = 1.0
-"""The same for starts that kill lost stubs. It is short, as a lost stub may write to memory that the server
-has freed, which can end the server."""
+"""Seconds as GRACE_S, for starts that kill lost stubs. They are few, as a lost stub may write to memory that
+the server has freed, which can end the server."""
 LOOK_S = 1.0
 
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine(), "")
