@@ -56,8 +56,8 @@ class Calibration:
     """Passes windows of a text through a model, layer by layer. It holds the hidden states before the next
     layer.
 
-    A layer is made in float32 and exists only while it computes. Layers after a quantised layer get its
-    output as their input.
+    `layer` makes one decoder layer in float32. If it is made of quantised weights and passed to `advance`,
+    the layers after it are calibrated with its output.
 
     Args:
         model: the checkpoint's model in float32 on the "meta" device; only its structure is used.

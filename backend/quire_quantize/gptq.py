@@ -11,16 +11,16 @@ import torch
 from quire_quantize.rounding import Grid
 
 BLOCK = 128
-"""Columns after which their errors are applied to all that follow. This makes one large product of many small
-ones."""
+"""Number of columns whose errors are applied together to all columns after them: one large product instead of
+many small ones."""
 _DAMPING = 0.01
 """Fraction of the gram matrix's mean diagonal that is added to its diagonal. It is multiplied by ten while
 that is not enough."""
 
 
 def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Chooses codes on a grid that keep the layer's outputs close. Returns float32 whole numbers of weight's
-    shape.
+    """Chooses codes on a grid with which the layer's outputs are close to those of the unrounded weights.
+    Returns float32 whole numbers of weight's shape.
 
     Args:
         weight: float32 [out_features, in_features].

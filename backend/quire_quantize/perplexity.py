@@ -49,7 +49,7 @@ def windows(tokenizer: Tokenizer, text: str, size: int, most: int) -> list[list[
     are spread over the text.
 
     Args:
-        tokenizer: the checkpoint's tokenizer. If it puts a token before a text, each window begins with it.
+        tokenizer: the checkpoint's tokenizer. If it begins a text with BOS, each window begins with BOS.
         text: the text.
         size: tokens in a window. A shorter last window is left out, unless it is the only one.
         most: most tokens in all windows together.

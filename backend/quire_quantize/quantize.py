@@ -20,8 +20,8 @@ from quire_quantize.source import SourceCheckpoint
 def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Callable[[int, int], None]) -> int:
     """Writes a quantised checkpoint and returns the bytes of its tensors.
 
-    Memory holds the hidden states of the calibration text, one decoder layer in float32, and up to 2 GiB of
-    tensors that are not yet written.
+    Memory holds the hidden states of the calibration text, up to three copies of one decoder layer in
+    float32, the statistics of this layer's inputs, and up to 2 GiB of tensors that are not yet written.
 
     Args:
         path: a directory, or a .gguf file.
@@ -32,6 +32,7 @@ def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Calla
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported, or `out` exists or cannot be written.
+        TokenizerError: the scheme needs calibration, and the checkpoint's tokenizer cannot be loaded.
     """
     scheme = SCHEMES[scheme_name]
     with new_directory(out) as directory, torch.inference_mode():

@@ -25,14 +25,18 @@ class Grid:
     bits: int
 
     def codes(self, weight: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """Returns the codes nearest to weight [out_features, columns] as float32 whole numbers. `columns`
-        selects the matrix's columns, or one."""
+        """Returns the codes nearest to `weight` as float32 whole numbers of its shape.
+
+        Args:
+            weight: float32 [out_features, number of columns], or [out_features] if `columns` is an integer.
+            columns: which of the matrix's columns `weight` holds.
+        """
         scales, zeros = self._columns_of(columns)
         most = 2 ** (self.bits - 1)
         return (weight / scales + zeros).round_().clamp_(-most, most - 1)
 
     def values(self, codes: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """Returns the float32 weights that codes stand for. Arguments and shape are those of `codes`."""
+        """Returns the float32 weights that codes stand for; shapes and `columns` are as for `codes`."""
         scales, zeros = self._columns_of(columns)
         return (codes - zeros) * scales
 
@@ -80,8 +84,8 @@ class QuantizedMatrix:
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
-    """Packs int8 [rows, n] in [-8, 7] into int32 [rows, ceil(n / 8)]. A word holds eight codes plus 8, the
-    first in its lowest four bits."""
+    """Packs int8 [rows, n] in [-8, 7] into int32 [rows, ceil(n / 8)]. A word holds eight codes, each
+    increased by 8 to fit four bits, the first in the lowest bits."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8), value=-8)
     nibbles = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2))
     return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)

@@ -75,7 +75,7 @@ def awq_factors(
         weights: the matrices.
         inputs: statistics of their input.
         grid_of: chooses the grid to which a scaled matrix will be rounded.
-        shared: makes the factors equal of inputs that come from the same output of the source; see `sharing`.
+        shared: makes values of inputs that come from the same output of the source equal; see `sharing`.
     """
     sizes = shared(inputs.sizes).clamp(min=1e-4)
     best, least = torch.ones_like(sizes), float("inf")

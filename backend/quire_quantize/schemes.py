@@ -38,8 +38,9 @@ class QuantizationScheme:
     weights: dict[str, Any]
     """compressed-tensors' arguments for the weights, without the group size, which is added."""
     quantize: Callable[[Tensors, LayerInputs], dict[str, QuantizedMatrix]]
-    """Quantises a decoder layer's tensors. It returns a matrix for each linear layer, by its name in the
-    decoder layer, and replaces other tensors that must change in the dict."""
+    """Function that quantises a decoder layer's tensors. It returns a matrix for each linear layer, by the
+    linear layer's name in the decoder layer. In the dict of tensors that it gets, it replaces those that must
+    change."""
     activations: dict[str, Any] | None = None
     is_calibrated: bool = True
     """Whether the scheme needs statistics of the inputs."""

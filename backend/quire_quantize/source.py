@@ -22,8 +22,8 @@ from quire_common.weight_files import NamedTensor
 from quire_ensemble.tokenizer import Tokenizer
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-"""Suffixes of files that are copied to the quantised checkpoint, except for those that describe the
-weights."""
+"""Suffixes of files that are copied to the quantised checkpoint. Exceptions are config.json, which is written
+anew, and indexes of weight files."""
 
 
 class SourceCheckpoint:

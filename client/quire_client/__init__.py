@@ -1,6 +1,6 @@
-"""Client of Quire: generation over KServe v2 gRPC, blocking and asyncio; cancelling reaches the engine.
+"""Client of a Quire server over KServe v2 gRPC, blocking and asyncio. Cancelled requests end in the engine.
 
-Installs alone: imports neither `quire` nor torch.
+The package installs alone: it imports neither `quire` nor torch.
 """
 
 from quire_client.aio import AsyncClient, AsyncStream

@@ -1,4 +1,4 @@
-"""Settings of a connection, the deadline of a request, and the times that cancelling may take."""
+"""Settings of a connection, the deadline of a request, trace headers, and the times cancelling may take."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DEFAULT_URL = "localhost:8001"
 CANCEL_TIMEOUT = 2.0
 """Seconds a cancel request may take."""
 DRAIN_TIMEOUT = 0.5
-"""Seconds a cancelled stream has for its own end before the call is torn down."""
+"""Seconds that a cancelled or finished stream has for its own end before its call is cancelled."""
 LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
 """Seconds before each repeated cancel request, if the first one arrived before the request itself."""
 CONTROL_TIMEOUT = 30.0
-"""Seconds for calls about models when the caller gave no timeout."""
+"""Seconds for a call that generates nothing (about models, or the server) if it has no deadline."""
 
 # Prompts and answers have no limit here; the server has its own.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
@@ -45,7 +45,8 @@ _NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
 
 @dataclass(frozen=True)
 class Settings:
-    """Address of a server and how to call it; times in seconds."""
+    """Address of a server and how to call it; times in seconds. Raises InvalidArgument for a wrong address or
+    timeout."""
 
     url: str = DEFAULT_URL
     timeout: float | None = None
@@ -104,7 +105,8 @@ def check_timeout(timeout: float) -> None:
 
 
 class Deadline:
-    """A point in time that the calls of one request share."""
+    """A point in time by which all calls of one request must end; none with a timeout of None. Raises
+    InvalidArgument for a timeout that is not positive."""
 
     def __init__(self, timeout: float | None) -> None:
         if timeout is not None:
@@ -126,11 +128,12 @@ class Deadline:
         return left
 
     def explained(self, error: QuireClientError) -> QuireClientError:
-        """Returns a DeadlineExceeded that names the timeout if this deadline caused the error, else the
-        error.
+        """Returns the exception to raise for an error of a call that had this deadline.
 
-        gRPC's own text is only "Deadline Exceeded". If the deadline passes while gRPC is sending the request,
-        gRPC reports INTERNAL or CANCELLED instead.
+        This is a DeadlineExceeded that names the timeout if the error is a DeadlineExceeded (gRPC's own text
+        is only "Deadline Exceeded"), or if the deadline has passed and the error is INTERNAL or CANCELLED,
+        which gRPC reports when the deadline passes while it sends the request. Otherwise, and without a
+        deadline, it is the error itself.
         """
         if self._end is None:
             return error

@@ -25,8 +25,8 @@ from quire_client._connection import Settings
 
 T = TypeVar("T")
 SIGNAL_S = 0.2
-"""Longest wait of the main thread, in seconds. A signal that arrives just as a wait begins is handled after
-that wait."""
+"""Longest single wait of the main thread for a helper thread, in seconds. A signal that arrives just as a
+wait begins is handled after that wait."""
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

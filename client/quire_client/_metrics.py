@@ -41,8 +41,8 @@ class Scrape:
 
     @classmethod
     def fetch(cls, url: str, timeout_s: float = 10.0) -> Scrape:
-        """Fetches a scrape. Raises OSError if there is no answer; HTTPException or ValueError if the answer
-        is not HTTP, or the URL is malformed.
+        """Fetches a scrape. Raises OSError if there is no answer or its HTTP status is an error;
+        HTTPException or ValueError if the answer is not HTTP, or the URL is malformed.
 
         Args:
             url: the URL of the metrics, or HOST:PORT.
@@ -61,7 +61,7 @@ class Scrape:
         return sum(value for _, value in self.of_name(name, **labels))
 
     def values_of(self, name: str, label: str) -> list[str]:
-        """The values that a label has, sorted."""
+        """The different values that the label has in samples of the metric `name`, sorted."""
         return sorted({labels[label] for labels, _ in self.of_name(name) if label in labels})
 
 

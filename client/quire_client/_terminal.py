@@ -1,4 +1,4 @@
-"""The command line at a terminal: dims reasoning, shows that it waits, drops control characters."""
+"""Output of the commands to a terminal: dimmed reasoning, the seconds waited, no control characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from types import TracebackType
 
 
 def without_controls(text: str) -> str:
-    """Removes control characters, so that a model cannot move the cursor or change the terminal's title."""
+    """Removes control characters other than newline and tab, so that a model cannot move the cursor or change
+    the terminal's title."""
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
@@ -46,7 +47,7 @@ class Waiting:
     """
 
     AFTER = 1.0
-    """Seconds before which nothing is shown."""
+    """Seconds until the display appears, and then between its updates."""
 
     def __init__(self, what: str) -> None:
         self._what = what

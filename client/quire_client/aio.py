@@ -1,7 +1,7 @@
 """`AsyncClient`: calls and streams for asyncio; one channel carries thousands of concurrent streams.
 
-All logic of the clients is here: `Client` runs these coroutines over blocking I/O. So this module awaits only
-its own coroutines and those of the client's `IO` object.
+`Client` runs the same coroutines over blocking I/O. So this module and `embedding.py`, which together hold
+the logic of both clients, await only their own coroutines and those of the client's I/O object (`_io.py`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         """Sends the request; does nothing if it was already sent or cancelled.
 
         Raises:
-            QuireClientError: unknown model, no connection, or a value that the model has no input for.
+            QuireClientError: unknown model, no connection, timeout, or a value that the model has no input
+                for.
         """
         if self._call is not None or self._over:
             return
@@ -186,8 +187,8 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise self._failed(failure)
 
     async def _read_to_end(self, seconds: float) -> bool:
-        """Reads the call's status, so that the call ends cleanly on the server too; returns whether it came
-        in time."""
+        """Reads the call to its end, so that it ends cleanly on the server too; returns whether the end came
+        within `seconds`."""
         assert self._call is not None
         ended = await self._call.exhaust(seconds)
         self._over = True
@@ -340,7 +341,8 @@ class AsyncClient:
     def stream(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> AsyncStream:
         """Returns a request whose chunks come as they are generated; arguments as for `Client.stream`.
 
-        The request is sent when the stream is started or first iterated; all errors are raised there.
+        The request is sent when the stream is started or first iterated. Starting and iterating raise all
+        errors of the request; this method raises none of them.
         """
         return AsyncStream(self, prompt, stream=True, **arguments)
 
@@ -362,8 +364,9 @@ class AsyncClient:
             arguments: scheduling parameters, as for `stream`.
 
         Raises:
-            QuireClientError: a prompt's request failed; the message names a wrong prompt as `prompts[i]`. The
-                other requests are cancelled then.
+            QuireClientError: the model gives no embeddings, or a prompt's request failed. The message names a
+                wrong prompt as `prompts[i]`, or as `prompts` if the argument is one prompt. The other
+                requests are cancelled then.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         stated = arguments if dimensions is None else {"dimensions": dimensions, **arguments}
@@ -382,12 +385,13 @@ class AsyncClient:
 
         Args:
             prompts: a text, its token ids, or several of either.
-            use_activation: False: logits, as rewards are wanted; None: as the checkpoint says.
+            use_activation: False: return logits, which are what reward models are used for. True or None:
+                apply the activation of the checkpoint (sigmoid, softmax or none).
             timeout: seconds for all prompts together.
             arguments: scheduling parameters, as for `stream`.
 
         Raises:
-            QuireClientError: as `embed`.
+            QuireClientError: the model gives no scores, or a prompt's request failed, as for `embed`.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         return await classify(
@@ -414,8 +418,9 @@ class AsyncClient:
             arguments: scheduling parameters, as for `stream`.
 
         Raises:
-            QuireClientError: a pair's request failed; the message names the pair as `seconds[i]`. The other
-                requests are cancelled then.
+            QuireClientError: there are not as many first as second texts, the model gives no scores, or a
+                pair's request failed. The message names a wrong pair as `seconds[i]`. The other requests are
+                cancelled then.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         stated = {"use_activation": use_activation, **arguments}
@@ -439,6 +444,9 @@ class AsyncClient:
     ) -> dict[str, Any]:
         """Returns the tenant's requests that run or wait, and what each waits for.
 
+        Args:
+            tenant: empty: list the requests that state no tenant.
+
         Raises:
             InvalidArgument: the model does not list them.
         """
@@ -452,7 +460,8 @@ class AsyncClient:
         return cache_answer(result.text)
 
     async def cache_reset(self, **arguments: Any) -> dict[str, Any]:
-        """Empties prefix cache and KV tiers; running requests go on. Arguments as for `cache_control`."""
+        """Empties the prefix cache, with its pins, and the KV tiers; running requests go on. Arguments as for
+        `cache_control`."""
         return await self.cache_control({"command": "reset"}, **arguments)
 
     async def cache_inspect(self, **arguments: Any) -> dict[str, Any]:
@@ -463,13 +472,15 @@ class AsyncClient:
     async def cache_unpin(
         self, session: str | None = None, *, tenant: str = "", **arguments: Any
     ) -> dict[str, Any]:
-        """Unpins the blocks that a session has pinned; None: all pins. Arguments as for `cache_control`."""
+        """Unpins the blocks that the tenant's session has pinned. Without a session it removes all pins, of
+        every tenant. Arguments as for `cache_control`."""
         whose = {"all": True} if session is None else {"session": session}
         stated = {"tenant": tenant} if tenant and session is not None else {}
         return await self.cache_control({"command": "unpin", **whose, **stated}, **arguments)
 
     async def sleep(self, *, drain: bool = False, **arguments: Any) -> dict[str, Any]:
         """Frees the memory of the engine's weights and KV cache; the engine refuses requests until `wake`.
+        Prefixes cached in memory are lost.
 
         Args:
             drain: True: wait until all requests have ended. False: the command is refused while there are
@@ -491,8 +502,8 @@ class AsyncClient:
         return await self.cache_control({"command": "adapters"}, **arguments)
 
     async def load_adapter(self, name: str, path: str, **arguments: Any) -> dict[str, Any]:
-        """Loads a LoRA adapter, or replaces one that no request uses. Then requests may name it
-        (`lora_name`).
+        """Loads a LoRA adapter, or replaces one of this name that no request uses. When this returns,
+        requests may name the adapter (`lora_name`).
 
         Args:
             path: the adapter's directory on the server, below `lora_root` of the model's configuration.
@@ -504,8 +515,8 @@ class AsyncClient:
         """Unloads a LoRA adapter.
 
         Args:
-            drain: True: wait until its requests have ended. False: the command is refused while there are
-                any.
+            drain: True: wait until the adapter's requests have ended. False: the command is refused while
+                there are any.
             arguments: as for `cache_control`.
         """
         return await self.cache_control(
@@ -516,12 +527,16 @@ class AsyncClient:
         """Ends a tenant's running request by its id, whichever client started it.
 
         Returns:
-            True when the server had such a request; False when not, or when the model cannot cancel by id.
+            True when the server had such a request; False when not, when the model cannot cancel by id, or
+            when the cancel request failed.
+
+        Raises:
+            QuireClientError: unknown model, or no connection.
         """
         return await self._cancel_by_id(await self._schema(model), request_id, tenant)
 
     async def models(self) -> list[ModelInfo]:
-        """Every model of the repository, ready or not."""
+        """Returns every model of the server's repository, ready or not."""
         entries = (await self._control("RepositoryIndex", service_pb2.RepositoryIndexRequest())).models
         infos = []
         for entry in entries:
@@ -612,8 +627,8 @@ class AsyncClient:
         return assumed_schema(model)
 
     async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
-        """Returns the model that takes cancel requests (a request's id with `cancel` true): this model, or
-        the last member of the ensemble that has a `cancel` input."""
+        """Returns the model that accepts cancel requests (a request's id with `cancel` true): this model, or
+        the last member of the ensemble that has a `cancel` input; None if there is none."""
         if not schema.steps:
             return schema if "cancel" in schema.inputs else None
         for step in reversed(schema.steps):
@@ -626,7 +641,7 @@ class AsyncClient:
     async def _cancel_by_id(
         self, schema: ModelSchema, request_id: str, tenant: str, *, late: bool = False
     ) -> bool:
-        """Sends the cancel request; returns whether the generator knew the request.
+        """Sends the cancel request; returns whether the generator knew the request, False also on an error.
 
         Args:
             late: True: the call itself is already cancelled, so repeat the cancel request a few times. An

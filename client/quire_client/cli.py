@@ -1,9 +1,10 @@
 """`quire-client chat|generate|embed|models|requests|adapters|top|cache|profile|openai|api-key|completion`.
 
-The commands are in `commands/`, each in the file of its name. This module holds the parts that all of them
-share.
+The commands are in `commands/`, each in the file of its name. This module holds the entry point, which turns
+their exceptions into an exit status, and the command `completion`.
 
-Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
+Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C, 143
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Prints the completion of this command for a shell; in bash: eval "$(quire-client completion bash)"."""
+    """Prints the completion script for a shell; in bash: eval "$(quire-client completion bash)"."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(cli, {}, PROGRAM, COMPLETE_VARIABLE).source())

@@ -1,6 +1,6 @@
 """`Client`: blocking calls and streams over one gRPC channel, safe to share between threads.
 
-All their logic is in `aio.py`; this module runs its coroutines over blocking I/O.
+Their logic is in `aio.py` and `embedding.py`; this module runs the coroutines of `aio.py` over blocking I/O.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ class QuireClientError(Exception):
 
 
 class InvalidArgument(QuireClientError):
-    """The request is wrong; the message names the field and its limit."""
+    """A request or an argument is wrong; the message says what, mostly as `field: limit`."""
 
     code = "INVALID_ARGUMENT"
 
 
 class NotFound(QuireClientError):
-    """No such model, or no such running request."""
+    """There is no such model, adapter or running request."""
 
     code = "NOT_FOUND"
 
@@ -45,7 +45,7 @@ class Unavailable(QuireClientError):
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds until another attempt has a chance, where the server says so."""
+        """Seconds until another attempt has a chance; None if the server did not say."""
         found = _RETRY_AFTER.search(self.message)
         return float(found[1]) if found else None
 
@@ -80,7 +80,8 @@ class ServerError(QuireClientError):
 
 
 class ProtocolError(ServerError):
-    """The server's answer breaks the protocol: no final response, or tensors that are not what they state."""
+    """The server's answer breaks the protocol: for example, there is no final response, or an output's data
+    do not fit its shape."""
 
 
 _BY_CODE: dict[str, type[QuireClientError]] = {
@@ -170,9 +171,11 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def error_from_text(text: str) -> QuireClientError:
-    """Returns the exception for an error that came as text in a stream; infers its code from the wording.
+    """Returns the exception for an error that came as text in a stream.
 
-    Exact codes need `triton_grpc_error`, which may end a server (see `error_codes` of the clients).
+    Its code is the one in brackets at the beginning of the text, else it is inferred from the wording. For
+    the exact code there is `triton_grpc_error`, which may crash a server (see `error_codes` of
+    `AsyncClient`).
     """
     message = _ENSEMBLE_PREFIX.sub("", text)
     marked = _CODE_PREFIX.match(message)

@@ -1,4 +1,4 @@
-"""KServe messages: model schemas, requests and responses. No I/O.
+"""KServe messages: model schemas, requests and responses. No I/O, except that image files are read.
 
 The client asks a model for its configuration once, and then sends what that model declares. A sampling
 keyword becomes a typed tensor if the model has an input of that name and the value fits it. Otherwise it
@@ -74,8 +74,8 @@ KNOWN_INPUTS: dict[str, TensorInfo] = {
     **_table("text_input:BYTES input_ids:INT32 stop_token_ids:INT32 stop:BYTES bad_words:BYTES", dims=(-1,)),
 }
 
-# On an ensemble inputs and outputs share one namespace, and `logprobs` is an output. `priority` is what
-# everybody else calls it; Triton has a parameter of that name.
+# Inputs whose names differ from the caller's keywords. The inputs and outputs of an ensemble share one
+# namespace, and `logprobs` and `prompt_logprobs` are outputs. Triton has a parameter named `priority`.
 _INPUT_ALIASES = {
     "logprobs": "num_logprobs",
     "prompt_logprobs": "num_prompt_logprobs",
@@ -150,7 +150,7 @@ def schema_from_config(response: Any) -> ModelSchema:
 
 def schema_from_metadata(metadata: Any) -> ModelSchema:
     """Returns the schema from a `ModelMetadataResponse`, which has tensors but neither ensemble members nor
-    policy."""
+    policy: an ensemble is assumed to have the one member `generator`."""
     is_ensemble = metadata.platform == "ensemble"
     return ModelSchema(
         metadata.name,
@@ -188,7 +188,7 @@ class Prompt:
 
     @property
     def is_large(self) -> bool:
-        """Whether building the request is slow: many tokens, a long text, or image files to read."""
+        """Whether building the request may be slow: many tokens, a long text, or any images."""
         texts = (self.text, self.messages if isinstance(self.messages, str | bytes) else None, self.input_ids)
         return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
 
@@ -217,7 +217,9 @@ class Prompt:
 def conversation(
     messages: str | list[Message], *, system: str | None = None, **beside: Any
 ) -> list[Message] | dict[str, Any]:
-    """Returns the chat messages for a `Prompt`, from a list of messages or one text of the user.
+    """Returns the `messages` of a `Prompt`, made from a list of messages or from one text of the user.
+
+    They are a list, or an object with the list and the fields beside it if any are given.
 
     Args:
         system: text of a system message to put first; None: none.
@@ -230,8 +232,8 @@ def conversation(
 
 
 def with_image_parts(messages: Sequence[Message], count: int) -> list[Message]:
-    """Returns the messages. If none has image parts, `count` of them are put before the last user message's
-    text."""
+    """Returns the messages. If none has image parts, `count` image parts are put before the content of the
+    user's last message; without a user's message nothing is added."""
     lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
     if any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for parts in lists for p in parts):
         return list(messages)
@@ -274,7 +276,8 @@ def build_request(
         outputs: names of the outputs to ask for; None: those that the chunks of this request need.
 
     Raises:
-        InvalidArgument: the model has no place for a value.
+        InvalidArgument: the model has no place for a value, a value cannot be written as JSON, or an image
+            file cannot be read.
     """
     request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add_prompt(request, schema, prompt)
@@ -325,7 +328,7 @@ def parse_token_ids(response: Any, name: str) -> list[int] | None:
     """Returns the integers of an output; None if the response has no output of this name.
 
     Raises:
-        ProtocolError: the output's data do not match its datatype and shape.
+        ProtocolError: the output is not of integers, or its data do not match its datatype and shape.
     """
     contents = response.raw_output_contents
     for i, output in enumerate(response.outputs):
@@ -435,7 +438,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """Whether the value can be converted to a float; a large integer cannot."""
+    """Whether the value is a number in the range of a float; a very large integer is not."""
     if _is_integer(value):
         return abs(int(value)) <= sys.float_info.max
     return isinstance(value, float | np.floating)
@@ -461,7 +464,7 @@ def _wanted_outputs(
     schema: ModelSchema, prompt: Prompt, stream: bool, sampling: Mapping[str, Any]
 ) -> list[str]:
     """Returns the outputs to ask for: only useful ones, because each output costs the server time per
-    response."""
+    response. Empty, which asks for all, if the model's outputs are not known."""
     if schema.outputs is None:
         return []
     wanted = ["text_output", "output_ids", "finish_reason"]
@@ -497,8 +500,9 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
     For k above 1 their token ids are left out, because they cannot be assigned to the texts.
 
     Raises:
-        ProtocolError: an output's data do not match its datatype and shape, or an output that holds JSON
-            (`logprobs`, `prompt_logprobs`, `tool_calls`, `timing`) is malformed.
+        ProtocolError: an output has another kind of elements than expected, its data do not match its
+            datatype and shape, or an output that holds JSON (`logprobs`, `prompt_logprobs`, `tool_calls`,
+            `timing`) is malformed.
     """
     parameters = response.parameters
     final = parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in parameters else None
@@ -592,9 +596,9 @@ _EXTRA_PARSERS: dict[str, Callable[[str], Any]] = {
 def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
     """Returns the elements of each output that a `Chunk` needs, in row-major order.
 
-    The empty name holds pairs for `Extras`: a field, and the output's first element (all elements for an
-    embedding and for scores). It does not use numpy and `InferResult`, which take several times as long for
-    so few elements.
+    The key "" holds pairs for `Extras`: a field, and the output's first element (all elements for an
+    embedding and for scores). Neither numpy nor `InferResult` is used: both take several times as long for so
+    few elements.
     """
     if raw_contents and len(raw_contents) != len(outputs):
         raise ProtocolError(f"a response has {len(outputs)} outputs and the raw data of {len(raw_contents)}")
@@ -615,10 +619,14 @@ def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dic
 
 
 def _elements(name: str, kind: type, output: Any, raw: bytes | None) -> Sequence[Any]:
-    """Returns the elements of an output.
+    """Returns the elements of an output, strings decoded.
 
     Args:
+        kind: type that the elements must have.
         raw: the output's raw data; None: its data are in `output.contents`.
+
+    Raises:
+        ProtocolError: the elements are of another type, or the data do not match the shape.
     """
     stated, letter, field = _DATATYPES.get(output.datatype, (None, "", ""))
     if stated is not kind:
@@ -640,8 +648,8 @@ def _elements(name: str, kind: type, output: Any, raw: bytes | None) -> Sequence
 
 
 def _byte_strings(raw: bytes) -> list[bytes] | None:
-    """Returns the elements of a BYTES tensor, each preceded by its length; None if the data end inside
-    one."""
+    """Returns the elements of a BYTES tensor from its raw data, in which 4 bytes with its length precede each
+    element; None if the data end inside an element."""
     strings, position, end = [], 0, len(raw)
     while position < end:
         start = position + 4

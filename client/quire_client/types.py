@@ -80,17 +80,18 @@ class Chunk:
 
     @property
     def server_timing(self) -> Mapping[str, Any] | None:
-        """Milliseconds in the server (`queue`, `prefill` ...); on the last chunk, if asked for."""
+        """Milliseconds in the server so far (`queue`, `prefill` ...) and some counts, if asked for; else
+        None. The values of a choice's last chunk cover its whole time."""
         return self.extras.server_timing
 
     @property
     def prompt_logprobs(self) -> Any:
-        """Parsed JSON of the model's `prompt_logprobs`, once per request."""
+        """Parsed JSON of the model's `prompt_logprobs` output, on one chunk per prompt; else None."""
         return self.extras.prompt_logprobs
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of the choice so far that are reasoning, on its last chunk."""
+        """Number of reasoning tokens of the choice so far, if asked for; else None."""
         return self.extras.num_reasoning_tokens
 
     @property
@@ -118,7 +119,7 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens over the whole time."""
+        """Output tokens divided by `total`; None when their number is 0 or unknown."""
         return self.num_tokens / self.total if self.num_tokens and self.total > 0 else None
 
 
@@ -138,9 +139,9 @@ class Choice:
     """Text of the model's reasoning before its answer."""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: str | None = None
-    """The stop string, or the token id as text, that ended it."""
+    """The stop string, or the token id as text, that ended the choice; None if neither did."""
     server_timing: Mapping[str, Any] | None = None
-    """Milliseconds in the server, where asked for."""
+    """Milliseconds in the server and some counts, if asked for; else None."""
     num_reasoning_tokens: int | None = None
     batch_index: int = 0
     """Number of the prompt, if the request has several. The choices of each prompt begin at `index` 0."""
@@ -158,8 +159,8 @@ class Result:
     num_cached_tokens: int | None = None
     """Input tokens that the server's KV cache had."""
     prompt_logprobs: tuple[Any, ...] = ()
-    """`prompt_logprobs` of each prompt, if asked for; None for a prompt whose request ended before its first
-    token."""
+    """`prompt_logprobs` of each prompt in turn, up to the last that has some; None for a prompt whose request
+    ended before its first token. Empty if not asked for."""
 
     @property
     def reasoning(self) -> str:
@@ -217,9 +218,9 @@ class Scores:
     """Scores of several prompts or pairs of texts."""
 
     values: tuple[tuple[float, ...], ...]
-    """Scores of each prompt, one for each label, in the order of the prompts."""
+    """Scores of each prompt or pair, one for each label, in the order of the prompts."""
     labels: tuple[str, ...]
-    """Label of each prompt's largest score."""
+    """Label of the largest score of each prompt or pair."""
     num_input_tokens: int
     """Input tokens of all prompts together."""
     num_cached_tokens: int

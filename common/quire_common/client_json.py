@@ -10,7 +10,7 @@ from quire_common.errors import InputError
 MAX_BYTES = 2**20
 """Most bytes of a JSON text of parameters; messages have a limit of their own."""
 MAX_DEPTH = 64
-"""Largest nesting depth of lists and objects."""
+"""Largest nesting depth of lists and objects inside the outermost list or object."""
 MAX_VALUES = 2**19
 """Most lists, objects and keys together. Each takes up to a hundred times the memory of its characters."""
 

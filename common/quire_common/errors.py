@@ -28,7 +28,8 @@ class InputError(ReportedError):
 
 
 class ParameterError(ReportedError, ValueError):
-    """A parameter in a model's config.pbtxt is missing or wrong; the message is one line that names it."""
+    """A parameter in a model's config.pbtxt is missing or wrong, or its checkpoint's directory must not be
+    read. The message is one line that names the parameter or file."""
 
 
 class HubError(ReportedError):

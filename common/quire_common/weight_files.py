@@ -83,12 +83,12 @@ class NamedTensor(NamedTuple):
     name: str
     tensor: torch.Tensor
     """Content of the tensor. With an offset or a change, only its type and shape (on torch's "meta" device);
-    `read` then returns the content. Content is not mapped: a mapped file would be read page by page, and
-    would end the process if it is cut short meanwhile."""
+    then `read` reads the content. It is not mapped: a mapped file would be read page by page, and would end
+    the process if it is cut short meanwhile."""
     file: Path
     offset: int | None = None
-    """Position in the file of the bytes of `tensor` (of `raw`, if given); None: they do not lie there as in
-    memory."""
+    """Position in the file of the bytes of `tensor` (of `raw`, if given). None: the file does not hold these
+    bytes in the form that they have in memory."""
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Function that makes the content from the bytes at `offset`. Without an offset it makes the content by
     itself, whatever its argument is. Type and shape of the bytes are the tensor's, unless `raw` states
@@ -98,7 +98,7 @@ class NamedTensor(NamedTuple):
     `tensor`."""
 
     def read(self) -> torch.Tensor:
-        """Returns the content, in memory.
+        """Returns the content, read from the file if there is an offset.
 
         Raises:
             OSError: the file cannot be read, or has become shorter.

@@ -13,8 +13,8 @@ and for a vision-language checkpoint, instead of the last three,
     OUT/vision_chat/config.pbtxt                               ensemble of the two and generator
     OUT/vision_chat_unary/config.pbtxt                         ensemble of the two and generator_unary
 
-With placement `path` the checkpoint stays where it is. The repository's own `model_repository/` is this
-builder's output for the demo checkpoint.
+With placement `path` the checkpoint stays where it is. The folder `model_repository/` of this project is this
+builder's output for the two demo checkpoints.
 """
 
 from __future__ import annotations

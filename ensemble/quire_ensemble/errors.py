@@ -1,4 +1,4 @@
-"""Errors of the ensemble's members."""
+"""Errors of the models before a generator and of the repository builder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class TokenizerError(ReportedError):
 
 
 class VisionError(ReportedError):
-    """A checkpoint's vision part is missing, broken or unsupported; the message is one line that names the
-    file."""
+    """A checkpoint's vision part is missing, broken or unsupported, or cannot run on the device or in the
+    dtype that is asked for. The message is one line that names the file, device or dtype."""
 
 
 class BuildError(ReportedError):
-    """A model repository cannot be built; the message is one line that names the file and what to do."""
+    """A model repository cannot be built; the message is one line that names the wrong file or argument."""

@@ -24,7 +24,7 @@ class TensorSpec:
     """Triton's name in a config.pbtxt: TYPE_STRING, TYPE_INT32, ..."""
     dims: tuple[int, ...] = (1,)
     optional: bool = True
-    """Outputs ignore this."""
+    """Whether a request may leave this input out; without meaning for outputs."""
     doc: str = ""
     """One line, rendered as a comment into config.pbtxt."""
     ensemble_name: str = ""

@@ -69,7 +69,7 @@ class ImageLimits:
     max_request_bytes: encoded size of all images of a request.
     max_request_pixels: pixels of all images of a request, each counted before or after scaling, whichever is
         larger.
-    max_request_patches: patches of all images of a request: rows for the vision encoder.
+    max_request_patches: patches that the vision encoder computes for all images of a request.
     """
 
     max_image_bytes: int = 20 * 2**20

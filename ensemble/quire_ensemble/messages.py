@@ -2,8 +2,9 @@
 
 Accepted is either a list of messages or an object
 `{"messages": [...], "tools": [...], "add_generation_prompt": true, "chat_template_kwargs": {...}}`,
-so that one STRING tensor carries all a chat template can use. `tool_choice`, `parallel_tool_calls` and
-`response_format` beside them say what the answer may be; all are as in OpenAI's chat completions.
+so that one STRING tensor carries all a chat template can use. The object may also have
+`continue_final_message`, and `tool_choice`, `parallel_tool_calls` and `response_format`, which say what the
+answer may be, as in OpenAI's chat completions.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Conversation:
     """Messages and options that a chat template is rendered from; `parse_conversation` has checked them."""
 
     messages: list[dict[str, Any]]
-    """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
+    """Each has a `role`; its `content` is a string or a list of text parts (and image parts), or missing or
+    None beside tool calls."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     """Whether the template ends the prompt with the start of an answer."""

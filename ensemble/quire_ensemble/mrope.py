@@ -21,7 +21,7 @@ def mrope_positions(
         length: tokens of the prompt with expanded placeholders.
         spans: first token and number of tokens of each image, in order.
         grids: time, height, width in patches of each image.
-        merge: patches along a side that make one row.
+        merge: a square of `merge` x `merge` patches makes one row.
     """
     positions = np.empty((3, length), dtype=np.int32)
     done = position = 0

@@ -172,7 +172,7 @@ def ensemble_config(name: str, *, before: Mapping[str, str], generator: str, dec
     Args:
         name: name of the ensemble.
         before: names of the models before the generator, in their order, by role (see `TENSORS`).
-        generator: name of the last step.
+        generator: name of the generator, the last step.
         decoupled: whether the generator streams.
     """
     cancel = (

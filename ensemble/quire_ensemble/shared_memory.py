@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 SMALL_BYTES = 256 * 1024
-"""Largest response, in bytes, that is sent without asking for room, unless a send failed recently."""
+"""Largest final response, in bytes, that a generator sends without asking for room, unless a send failed
+recently. `ask_for_room` pauses after it has asked for more."""
 _MARGIN_BYTES = 8 * 1024
 """Most bytes of shared memory that a response needs beside its content."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8

@@ -96,7 +96,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(_Bounding().visit(source), *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See SandboxedEnvironment."""
+        """Returns the result of a binary operator, as SandboxedEnvironment does. Raises MemoryError if it is
+        larger than MAX_MADE."""
         if _num_made(operator, left, right) > MAX_MADE:
             raise MemoryError(f"{operator} makes more than {MAX_MADE} characters, entries or bits")
         return super().call_binop(context, operator, left, right)
@@ -176,9 +177,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replaces transformers' `tojson` filter, with the same result."""
+    """Replaces transformers' `tojson` filter, with the same result. Raises InputError if the result is longer
+    than `bounded` allows."""
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    # Without lines of its own for each value JSON is no longer than what the client sent, within escapes.
+    # Without `indent`, the JSON is about as long as what the client sent.
     return _joined([encoder.encode(value)] if indent is None else encoder.iterencode(value))

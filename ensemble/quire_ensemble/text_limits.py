@@ -29,7 +29,8 @@ class TextLimits:
     """Most tokens of a sequence. A text that certainly has more is refused; None: the limit is not known."""
 
     def encode(self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None) -> list[int]:
-        """Returns the token ids of `text` or of `messages`. Raises InputError if both or none are given."""
+        """Returns the token ids of `text` or of `messages`. Raises InputError if both or none are given, or
+        if the limits or the tokenizer refuse the prompt."""
         return self.encode_chat(tokenizer, text, messages)[0]
 
     def encode_chat(

@@ -36,10 +36,11 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""A checkpoint directory with a tokenizer has at least one of these files."""
+"""A checkpoint directory with a tokenizer has at least one of these files, or a .gguf file."""
 
 _CHARACTERS_PER_TOKEN = 4
-"""A text with at most so many characters for each allowed token is tokenized at once: most such texts fit."""
+"""A text with at most so many characters for each allowed token is tokenized in one piece, because most such
+texts fit."""
 _PIECE = 2**16
 """Fewest characters of a longer text that are tokenized at a time, to see whether the text can fit."""
 
@@ -223,8 +224,7 @@ class Tokenizer:
         """Returns the token ids of an input tensor's element, with special tokens.
 
         Raises:
-            InputError: the element is empty, far longer than `max_tokens`, or not UTF-8 (with the byte
-                offset).
+            InputError: the element is empty or not UTF-8 (with the byte offset), or `encode` refuses it.
         """
         text = decode_utf8(field, raw)
         if not text:
@@ -374,7 +374,7 @@ class Tokenizer:
         return is_written(self._try_render_call(json.dumps(arguments)))
 
     def _try_render_call(self, arguments: Any) -> str | None:
-        """Renders messages with a call and its result. Returns None if the template fails."""
+        """Renders messages with a tool call and its result. Returns None if the template fails."""
         function = {"name": _TOOL, "arguments": arguments}
         call = {
             "id": "probe0000",

@@ -37,7 +37,8 @@ class EnsembleModel(ABC):
         """Loads the checkpoint that the parameter `checkpoint` names.
 
         Args:
-            args: Triton's; `model_config` (JSON), `model_repository` (the model's own directory) are read.
+            args: Triton's. `model_config` (JSON), `model_repository` (the model's own directory) and
+                `model_instance_name` are read here, others by some models.
 
         Raises:
             TritonModelException: a parameter is wrong, or there is no usable checkpoint. The message is one

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
 
 LONG_BYTES = 4096
-"""Most bytes of a prompt that is tokenized at once, in about a millisecond. A longer one goes to a thread."""
+"""Most bytes of a prompt that Triton's thread tokenizes itself, in about a millisecond. A longer one goes to
+a thread of ours."""
 LONG_THREADS = 4
 """Number of threads for long prompts. They share the cores with each other and with short prompts."""
 
@@ -77,8 +78,8 @@ class TokenizerModel(EnsembleModel):
             request_id: the client's id for the request.
             text: see the inputs.
             messages: likewise.
-            ask: whether to check that there is shared memory for the response; without it, an error is
-                returned.
+            ask: True: check that there is shared memory for the response, and return an error if there is
+                not.
         """
         pb = self.pb_utils
         try:

@@ -42,7 +42,8 @@ class EncoderOptions:
     num_threads: int | None = None
     """Threads on the CPU; unset: half of the cores."""
     output_device: str = "cpu"
-    """gpu: the output stays on the GPU, for a generator that reads it there."""
+    """cpu: the output is in main memory; gpu: it is on the encoder's GPU, for a generator that reads it
+    there."""
     allow_pickle: bool = False
 
     @staticmethod

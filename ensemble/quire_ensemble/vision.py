@@ -237,8 +237,8 @@ class VisionProcessor:
         return _ProcessedImage(*self.config.processed(out))
 
     def _num_patches(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
-        """Returns the number of patches that the image processor makes of an image. Raises InputError if the
-        processor refuses it."""
+        """Returns the number of patches that the vision tower computes for an image. Raises InputError if the
+        image processor refuses the image."""
         try:
             return self.config.planned_patches(self._image_processor, size[1], size[0], is_alone)
         except ValueError as error:  # Qwen: an aspect ratio above 200
@@ -250,7 +250,7 @@ class VisionProcessor:
         files do not see.
 
         Raises:
-            InputError: scaling makes more than MAX_SCALED_PIXELS.
+            InputError: scaling makes more than MAX_SCALED_PIXELS, and more than the image has.
         """
         short, long = sorted(size)
         scaled = self.config.scaled_size(self._image_processor, short, long, is_alone)

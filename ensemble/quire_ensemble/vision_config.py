@@ -108,8 +108,8 @@ class VisionConfig(ABC):
         the image is refused."""
 
     def scaled_size(self, processor: Any, short: int, long: int, is_alone: bool) -> tuple[int, int]:
-        """Returns the sides, in pixels, that an image has while it is processed, if these grow with the
-        image. `short` and `long`: the sides of the image itself."""
+        """Returns the shorter and the longer side, in pixels, that an image with the sides `short` and `long`
+        has after scaling and padding. If these do not grow with the image, returns `short` and `long`."""
         return short, long
 
     @property
@@ -131,7 +131,8 @@ class VisionConfig(ABC):
 
 @dataclass(frozen=True)
 class LlavaConfig(VisionConfig):
-    """LLaVA 1.5: images of one size. A row is an image, [C, H, W]; a grid is (1, patches, patches)."""
+    """LLaVA 1.5: images of one size. A row is an image, [C, H, W]; a grid is (1, patches down, patches
+    across)."""
 
     side: int
     """Pixels of an image's side."""
@@ -146,7 +147,7 @@ class LlavaConfig(VisionConfig):
 
     @property
     def tile_tokens(self) -> int:
-        """Number of rows that the tower returns for an image of its size."""
+        """Number of rows of embeddings for one image or tile."""
         return self.patches_per_side**2 + self.extra_rows
 
     def rows(self, t: int, h: int, w: int) -> int:
@@ -199,9 +200,9 @@ class AnyresConfig(LlavaConfig):
     pinpoints: tuple[tuple[int, int], ...]
     """Sizes (height, width) in pixels, multiples of a tile's."""
     max_tiles: int | None
-    """OneVision: number of tiles to whose size an image's embeddings, without padding, are scaled down if
-    they are over 1.21 times as many. If a prompt has several images, each is one tile. None: LLaVA-NeXT,
-    without either rule."""
+    """OneVision: if an image has over 1.21 times as many embeddings (without padding) as this number of
+    tiles, they are scaled down to about as many. And if a prompt has several images, each is one tile. None:
+    LLaVA-NeXT, to which neither rule applies."""
 
     def rows(self, t: int, h: int, w: int) -> int:
         return t
@@ -241,9 +242,9 @@ class AnyresConfig(LlavaConfig):
         return height // self.side, width // self.side
 
     def shown(self, h: int, w: int) -> tuple[int, int]:
-        """Returns the rows and columns of the embeddings of all tiles together, without padding and without
-        the mark after each row. (The arithmetic of `unpad_image` and `pack_image_features` in
-        transformers.)"""
+        """Returns the rows and columns of the embeddings of all tiles together, without padding, scaled down
+        as `max_tiles` says, and without the mark after each row. (The arithmetic of `unpad_image` and
+        `pack_image_features` in transformers.)"""
         down, across = (n * self.patches_per_side for n in self.tiles(h, w))
         if w / h > across / down:
             down -= (down - int(round(h * (across / w), 7))) // 2 * 2
@@ -282,7 +283,7 @@ class QwenConfig(VisionConfig):
     """Qwen-VL: images of any size. A row is a patch; a grid is (time, height, width) in patches."""
 
     merge: int
-    """Patches of a side that make one row of embeddings."""
+    """A square of `merge` x `merge` patches makes one row of embeddings."""
     has_mrope: ClassVar[bool] = True
 
     def rows(self, t: int, h: int, w: int) -> int:
@@ -327,7 +328,7 @@ class InternVLConfig(VisionConfig):
     side: int
     """Pixels of a tile's side."""
     merge: int
-    """Patches of a side that make one row of embeddings."""
+    """A square of `merge` x `merge` patches makes one row of embeddings."""
     extra_tokens: ClassVar[tuple[str, ...]] = ("<img>", "</img>")
 
     def rows(self, t: int, h: int, w: int) -> int:
@@ -356,7 +357,7 @@ class InternVLConfig(VisionConfig):
 
     def check_settings(self, processor: Any) -> None:
         most = processor.max_patches
-        # All shapes of so many tiles are tried, and the one of the whole comes to them.
+        # All arrangements of up to so many tiles are tried; the tile of the whole image is added to them.
         if type(most) is not int or not 1 <= most < MAX_TILES:
             raise ValueError(f"max_patches of the image processor must be from 1 to {MAX_TILES - 1}")
 
@@ -384,7 +385,7 @@ class PixtralConfig(VisionConfig):
     side: int
     """Most pixels of an image's side."""
     merge: int
-    """Patches of a side that make one row of embeddings."""
+    """A square of `merge` x `merge` patches makes one row of embeddings."""
     extra_tokens: ClassVar[tuple[str, ...]] = ("[IMG_BREAK]", "[IMG_END]")
 
     def rows(self, t: int, h: int, w: int) -> int:

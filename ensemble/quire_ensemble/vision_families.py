@@ -112,7 +112,7 @@ class LlavaVision(VisionFamily):
 
     def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
         pixels = pixel_values.view(-1, *self.shape)
-        # Of LLaVA 1.5 for all of them: what the others do beside comes after it.
+        # LLaVA 1.5's method for every family here: what the others do in addition follows it.
         return modeling_llava.LlavaModel.get_image_features(self.module, pixels).pooler_output
 
 
@@ -194,8 +194,8 @@ class PixtralVision(VisionFamily):
 class QwenVision(VisionFamily):
     """`visual` of Qwen2-VL, 2.5 and 3. Images of any size; one row is one patch.
 
-    With Qwen3-VL, each row holds the image's embedding, then the features that deepstack adds after layers of
-    the language model.
+    With Qwen3-VL, each row of the output holds an embedding, then the features that deepstack adds after
+    layers of the language model.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -316,7 +316,7 @@ class _Qwen3VLModel(modeling_qwen3_vl.Qwen3VLModel):
 
 def _stop_at_features(config: Any) -> int:
     """Removes the layers above the last one whose output is used (LLaVA 1.5: one of 24) from the
-    configuration. Returns the number of layers that stay.
+    configuration, and renumbers its `vision_feature_layer`. Returns the number of layers that stay.
 
     Raises:
         UnsupportedConfig: the tower does not have a feature layer that the configuration names.

@@ -55,8 +55,8 @@ class VisionTower:
             allow_pickle: whether weights may be read from .bin files.
 
         Raises:
-            VisionError: the vision part is missing, broken or unsupported. The message is one line that names
-                the file.
+            VisionError: the vision part is missing, broken or unsupported, or `device` or `dtype` is not
+                supported. The message is one line that names what is wrong.
         """
         self.path = Path(path)
         self.max_patches = max_patches

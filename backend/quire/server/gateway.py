@@ -18,10 +18,12 @@ from quire.errors import ConfigError
 
 RESTART_S, MAX_RESTART_S = 1.0, 32.0
 """Shortest and longest time in seconds from one start of the gateway to the next, as each start computes for
-a second or two. It doubles each time until a gateway has run for the longest."""
+a second or two. The time doubles with each start, up to the longest. After a run of more than the longest
+time it is the shortest again."""
 
 REACH_S = 5.0
-"""Seconds after its first answer in which the gateway must reach a server that is ready."""
+"""Seconds from the gateway's first answer until `Gateway.is_ready` no longer waits for it to reach the
+server."""
 
 
 def check_installed() -> None:
@@ -80,9 +82,9 @@ class Gateway:
     def is_ready(self, probe_address: str) -> bool:
         """Whether the gateway answers and has reached the server.
 
-        After a failure to reach the server it tries again in a second, and until then answers that the server
-        is away. If the server restricts its health (`--grpc-restricted-protocol=health:...`), it counts as
-        reached REACH_S after the gateway's first answer.
+        A gateway that could not reach the server tries again in a second, and until then answers that the
+        server is away. The server counts as reached REACH_S after the gateway's first answer in any case,
+        because it may restrict its health (`--grpc-restricted-protocol=health:...`).
         """
         connection = http.client.HTTPConnection(probe_address, self._port, timeout=5.0)
         try:
@@ -97,7 +99,8 @@ class Gateway:
         return status == 200 or time.monotonic() - self._answers_since > REACH_S
 
     def reap(self) -> None:
-        """Collects the status of the process, which has ended, and plans the next start."""
+        """Collects the status of the process, which has ended. Sets `due`, the time of the next start, unless
+        `terminate` was called."""
         status = self._process.wait()
         if self._is_ending:
             return
@@ -109,6 +112,7 @@ class Gateway:
         self._restart_s = min(2 * self._restart_s, MAX_RESTART_S)
 
     def terminate(self) -> None:
-        """Asks the process to end once its answers under way have ended. It is not started again."""
+        """Asks the process to end once its answers under way have ended (see `exit_timeout_s`). It is not
+        started again."""
         self._is_ending, self.due = True, math.inf
         self._process.terminate()

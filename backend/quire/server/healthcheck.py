@@ -20,8 +20,8 @@ import click
 PAUSE_S = 0.2
 GRPC_MARGIN_S = 1.0
 NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
-"""Addresses of this machine, for which the environment's proxy is not used. `quire_client` has the same rule,
-as neither package depends on the other."""
+"""Addresses of this machine, for which the environment's proxy is not used. `quire_client` repeats this rule,
+because neither package depends on the other."""
 FULL = "the queue is full"
 """Part of a frontend's error when too many requests wait to be parsed."""
 
@@ -31,7 +31,8 @@ class ProbeError(Exception):
 
 
 def probe(url: str, model: str, timeout_s: float) -> str:
-    """Asks `model` at gRPC `url` ("host:port") for a sign of progress.
+    """Asks `model` at gRPC `url` ("host:port") for a sign of progress. From an engine that is asleep, any
+    answer counts as one.
 
     Args:
         timeout_s: seconds for the whole probe, connecting included. A step that takes longer is no failure

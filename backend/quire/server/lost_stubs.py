@@ -26,8 +26,8 @@ GRACE_S = 10.0
 """Seconds that the server must have waited for a stub before the stub counts as lost. Until then it may be
 one that has answered and ends by itself, for which the server waits too. To kill such a stub does no harm."""
 KILL_GRACE_S = 1.0
-"""The same for starts that kill lost stubs. It is short, as a lost stub may write to memory that the server
-has freed, which can end the server."""
+"""Seconds as GRACE_S, for starts that kill lost stubs. They are few, as a lost stub may write to memory that
+the server has freed, which can end the server."""
 LOOK_S = 1.0
 
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine(), "")
@@ -57,7 +57,8 @@ class LostStubs:
         return [self._names[pid] for pid in self._since]
 
     def look(self) -> dict[int, str]:
-        """Names of the lost stubs (`<model>_<group>_<number>`) by process id; LOOK_S old at most."""
+        """Returns the names of the lost stubs by process id, at most LOOK_S old. A name is that of the model
+        instance, `<model>_<group>_<number>`, or says that the stub has died."""
         now = time.monotonic()
         if now - self._looked >= LOOK_S:
             self._looked = now
@@ -82,7 +83,8 @@ class LostStubs:
 
 
 def awaited_stubs(server: int) -> dict[int, str]:
-    """Names, by process id, of the stubs whose end a thread of `server` waits for, and of zombie stubs.
+    """Returns the names, by process id, of the stubs whose end a thread of `server` waits for, and of zombie
+    stubs.
 
     Waiting threads are not found where the system does not show their system calls.
     """
@@ -100,7 +102,7 @@ def awaited_stubs(server: int) -> dict[int, str]:
 
 
 def _instance_of(pid: int) -> str | None:
-    """Name of the model instance that a stub serves.
+    """Returns the name of the model instance that a stub serves.
 
     None: the process is no stub, or a stub that only completes a configuration, which the server never
     considers dead.

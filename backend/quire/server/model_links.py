@@ -42,7 +42,8 @@ def link_models(repositories: Sequence[Path], names: Iterable[str], target: Path
 
 
 def _members(model: Path) -> list[str]:
-    """Models in an ensemble, in the order of their steps, each once; none for other models."""
+    """Returns the names of the models in an ensemble, in the order of its steps, each once. Empty for other
+    models, and if the configuration cannot be read."""
     try:
         config = read_model_config(model)
     except ConfigError:

@@ -1,4 +1,5 @@
-"""Files of one run of `quire serve`: its shared-memory regions, a directory for sockets, and a lock.
+"""Files of one run of `quire serve`: its shared-memory regions, a lock, and a directory for sockets and for
+model repositories that it writes.
 
 Their names have the run's id, so that they can be removed whatever happened to the processes. All processes
 of the run inherit the lock, which tells a later start whether the run is over.

@@ -324,7 +324,8 @@ class ServerRun:
         Raises:
             StubLostError: the start lost a stub and does not load the model again, or the server crashed.
             UnavailableError: the OpenAI gateway ended before the server was ready.
-            ConfigError: a port cannot be used, or the repositories cannot be made.
+            ConfigError: a port cannot be used, or the models of `load_models` cannot be linked.
+            ReportedError: the checkpoint cannot be fetched, or no repository can be built for it.
         """
         config = self._config
         run_files.remove_stale()
@@ -506,7 +507,8 @@ class ServerRun:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _announce(self, ports: Sequence[int]) -> None:
-        """Announces the server's addresses. The last of `ports` is the gateway's, if there is one."""
+        """Prints the server's addresses, and writes the ready file if one is wanted. `ports`: of HTTP, gRPC,
+        metrics and, if there is one, the gateway."""
         names = ("http", "grpc", "metrics", "openai")
         urls = {name: self._url(port) for name, port in zip(names, ports, strict=False)}
         click.echo(
@@ -547,7 +549,7 @@ def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | Non
 
     Args:
         process: the server.
-        beside: the gateway, which is told of its end; None: there is none.
+        beside: the gateway, whose `reap` is called if the gateway has ended; None: there is none.
     """
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
         if ended.si_pid == process.pid:

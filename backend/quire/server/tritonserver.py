@@ -63,11 +63,12 @@ class TritonServer:
     is_wheel: bool
 
     def environment(self) -> dict[str, str]:
-        """Environment for the server: this process's, with the paths that its stubs and our engine need.
+        """Returns the environment for the server: this process's, with the paths that the server's stubs and
+        our engine need.
 
         The stub ignores PYTHONPATH and uses the packages of the environment whose `python3` is first on
-        PATH. It finds libpython through the loader. The running Python's own must come before a system one of
-        the same version, in which symbols may be missing that extension modules need.
+        PATH. It finds libpython through the loader. The running Python's own libpython must come before a
+        system one of the same version, which may lack symbols that extension modules need.
         """
         env = dict(os.environ)
         library_path = [str(libpython_directory()), str(self.libraries), env.get("LD_LIBRARY_PATH", "")]
@@ -78,7 +79,7 @@ class TritonServer:
         return env
 
     def flags(self, backend_directory: Path) -> frozenset[str]:
-        """Names of the command-line flags that this server knows, without dashes.
+        """Returns the names of the command-line flags that this server knows, without the leading dashes.
 
         They were recorded when the backend directory was assembled.
         """
@@ -148,7 +149,7 @@ def _require_numpy_1() -> None:
 
 @functools.cache
 def libpython_directory() -> Path:
-    """Folder of the running Python's own shared libpython; ConfigError when it has none."""
+    """Returns the folder of the running Python's own shared libpython; raises ConfigError if it has none."""
     name = f"libpython{PYTHON_VERSION}.so.1.0"
     libdir = Path(sysconfig.get_config_var("LIBDIR") or "")
     base = (
@@ -241,7 +242,8 @@ def _check_executable(server: TritonServer, directory: Path) -> None:
 
 
 def _copied_files(server: TritonServer) -> tuple[Path, ...]:
-    """Files to copy of a wheel's Python backend, with the stub for this Python; empty without a wheel."""
+    """Returns the files of a wheel's Python backend that are copied, with the stub for this Python; empty for
+    an official server."""
     stock = server.backends / "python"
     return (stock / "libtriton_python.so", stock / UTILS, server.stub) if server.is_wheel else ()
 
@@ -288,7 +290,8 @@ def _forget_removed_checkouts(parent: Path) -> None:
 
 
 def backend_source() -> Path | None:
-    """The folder with our `model.py` beside the `quire` package; None where only packages are installed."""
+    """Returns the folder that has our `model.py` beside the `quire` package (a checkout or an installed
+    backend); None if only the packages are installed."""
     folder = Path(quire.__file__).resolve().parent.parent
     return folder if (folder / "model.py").is_file() else None
 

@@ -1,4 +1,4 @@
-"""AnswerRun: a streamed answer of `quire-client chat` and `generate`, and how it is printed."""
+"""`AnswerRun`: gets the answers for `quire-client chat` and `generate`, and prints them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire_client.types import Choice, Message, Result, Timing, collect
 
 
 class AnswerRun:
-    """One invocation: the connection, the sampling parameters, and how answers are printed."""
+    """One invocation of a command: the connection, the sampling parameters, and how answers are printed."""
 
     def __init__(
         self, url: str, model: str | None, options: dict[str, Any], tools: Path | None = None
@@ -39,9 +39,13 @@ class AnswerRun:
         messages: list[Message] | None = None,
         images: tuple[str, ...] = (),
     ) -> Result | None:
-        """Streams one answer (choice 0 of several); None when Ctrl-C ended it.
+        """Gets an answer and prints it, the first choice while it is generated and any others after it.
 
-        Ranked choices are known only at the end; they are not streamed.
+        Choices that are ranked (best_of, beam search) are known only at the end, so none of them is printed
+        before.
+
+        Returns:
+            The answer; None when Ctrl-C ended it.
         """
         arguments = {
             "messages": messages and self._conversation(messages),

@@ -1,4 +1,4 @@
-"""Forms in which several commands print."""
+"""Output that several commands share: tables, and errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire-client cache`: the KV cache of a generator, and its memory."""
+"""`quire-client cache`: the KV cache of a generator, and the memory of its engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire_client.protocol import GENERATOR_MODEL
 
 @click.group()
 def cache() -> None:
-    """Looks into a generator's KV cache, empties it, or gives its memory back."""
+    """Shows, empties or unpins a generator's KV cache; frees the memory of cache and weights until wake."""
 
 
 def _cache_command(name: str, help_text: str, ask: Callable[..., dict[str, Any]]) -> click.Command:

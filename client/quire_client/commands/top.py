@@ -24,7 +24,7 @@ def top(url: str, interval: float, once: bool) -> None:
             now = Scrape.fetch(url)
         except (OSError, ValueError, HTTPException) as error:
             raise QuireClientError(f"{url}: {error}") from None
-        # Home, the frame, and whatever was below it away: no flicker.
+        # The cursor goes to the top, the screen is cleared and the frame is drawn, all in one write.
         click.echo(frame(now, before, url) if once else f"\x1b[H\x1b[2J{frame(now, before, url)}", nl=False)
         if once:
             return

@@ -1,4 +1,5 @@
 """An OpenAI-compatible HTTP front of a Quire (or any KServe) server: `quire-client openai`.
 
-Needs the extra `openai` (starlette, uvicorn, httpx), so nothing outside this package imports it at load time.
+The package needs the extra `openai` (starlette, uvicorn, httpx, prometheus-client). So nothing outside it
+imports it at load time.
 """

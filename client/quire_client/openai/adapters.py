@@ -25,8 +25,8 @@ UNLOAD_FIELDS = frozenset({"lora_name", "drain", "model"})
 
 @dataclass(frozen=True)
 class Adapter:
-    """name: name in requests. root: the adapter's directory on the server. parent: the model that it belongs
-    to."""
+    """A LoRA adapter. name: name in requests. root: the adapter's directory on the server. parent: the model
+    that it belongs to."""
 
     name: str
     root: str
@@ -93,9 +93,13 @@ class Adapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, clients: Sequence[AsyncClient], body: Mapping[str, Any]) -> str:
-        """Unloads an adapter on every server; with `drain` it first waits until the adapter's requests have
-        ended.
-        Returns and raises as `load` does."""
+        """Unloads an adapter on every server, with `drain` after the adapter's requests have ended. Returns
+        the text that vLLM answers with.
+
+        Raises:
+            RequestError: a wrong body.
+            QuireClientError: a server refused. The servers asked before it have unloaded the adapter.
+        """
         _check(body, UNLOAD_FIELDS, ("lora_name",))
         name = body["lora_name"]
         for client in clients:
@@ -117,7 +121,8 @@ async def bases(client: AsyncClient) -> list[str]:
 
 
 async def _base(client: AsyncClient, body: Mapping[str, Any]) -> str:
-    """Returns the name of the model that must load or unload: the body's, else the only one with adapters."""
+    """Returns the name of the model that must load or unload: the body's, else the only one that can have
+    adapters. Raises RequestError if none or several can."""
     if body.get("model") is not None:
         return str(body["model"])
     found = await bases(client)

@@ -89,9 +89,12 @@ DESCRIBED_S = 5.0
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
+    """Settings of the gateway.
+
+    url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
     timeout: seconds for one request; None: no limit.
-    api_keys: file of API keys, see `keys`; None: clients need no key.
+    images: limits on the images that are fetched for requests.
+    api_keys: file of API keys, see `keys.py`; None: clients need no key.
     metrics: whether /metrics is served.
     access_log: file to which a line of JSON is appended for each request; `-`: stderr; None: no log.
     cors_origins: origins from which browser pages may call the gateway; "*": any.
@@ -200,8 +203,8 @@ class _Gateway:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """Lists the ready models that take text or messages and answer with text, by the names that
-        `Names.listed` gives, and their LoRA adapters."""
+        """Lists the ready models that accept text or messages and answer with text, by the names that
+        `Names.listed` gives, and the server's LoRA adapters."""
         client = self.balancer.pick().client
         ready = [info.name for info in await client.models() if info.ready]
         schemas = {name: await client._schema(name) for name in ready}
@@ -347,7 +350,7 @@ class _Gateway:
         parse: Callable[[Mapping[str, Any]], ScoringRequest],
         reply: Callable[[ScoringRequest, Scores], dict[str, Any]],
     ) -> Any:
-        """Answers a request for scores: its body is read by `parse`, its answer made by `reply`."""
+        """Answers a request for scores: `parse` parses its body, and `reply` makes its answer."""
         with self.intake.open() as hold:
             parsed = await _parsed(request, parse, hold)
             work = self._score(parsed, reply, hold, exchange_of(request.scope))
@@ -380,8 +383,8 @@ class _Gateway:
         return await hold.work(lambda: JSONResponse(reply(parsed, found)))
 
     async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
-        """Returns the response. For a stream it waits for the first chunk, so that an error before it gets a
-        status."""
+        """Returns the response. For a stream this waits for the first chunk, so that an error before the
+        first chunk is answered with its own HTTP status."""
         exchange.streams, num_choices = parsed.stream, parsed.num_prompts * parsed.choices_per_prompt
         is_chat, top = parsed.messages is not None, parsed.top_logprobs
         server = self.balancer.pick(parsed.sampling)
@@ -416,7 +419,12 @@ class _Gateway:
     async def _start(
         self, client: AsyncClient, parsed: TextRequest, hold: Hold, exchange: Exchange
     ) -> AsyncStream | Batch:
-        """Sends the request to its server."""
+        """Sends the request to the client's server and returns it.
+
+        Raises:
+            RequestError: the model has not the inputs or outputs for it.
+            QuireClientError: as `AsyncStream.start`.
+        """
         schema, adapter = await self._find(client, parsed.model)
         schema = await part_that(client, schema, partial(_takes, parsed))
         exchange.model = parsed.model
@@ -471,7 +479,8 @@ def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[
 
 
 def _is_text_model(schema: ModelSchema) -> bool:
-    """Whether a model takes text or messages and answers with text. (A tokenizer model takes text, too.)"""
+    """Whether a model accepts text or messages and answers with text. (A tokenizer model accepts text,
+    too.)"""
     answers = schema.outputs is None or "text_output" in schema.outputs
     return answers and any(name in schema.inputs for name in PROMPTS)
 

@@ -11,7 +11,7 @@ from quire_client.aio import AsyncStream
 from quire_client.types import Chunk, Result, collect
 
 AHEAD = 4
-"""Chunks that a stream may be ahead of the reader of the batch."""
+"""Most chunks, per stream of the batch, that wait for the reader; all streams share this room."""
 
 
 class Batch(AsyncIterator[Chunk]):

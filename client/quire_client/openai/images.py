@@ -41,7 +41,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 class ImagePolicy:
     """Limits on the images that may be fetched.
 
-    hosts: exact names, or `*.suffix` for every name below it; empty: none. Any port of a host.
+    hosts: exact names, or `*.suffix` for every name below it, on any port; empty: nothing is fetched.
     max_bytes: size of one image file.
     timeout: seconds for one image.
 
@@ -85,8 +85,9 @@ def _normal_host(url: httpx.URL) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet. For IPv6 forms that embed an IPv4 address, that
-    address must be public."""
+    """Whether an IP address belongs to the public internet. If it is an IPv6 address that embeds an IPv4
+    address (mapped, 6to4 or NAT64), the IPv4 address must be public. Teredo addresses never count as
+    public."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:  # a scope, as in fe80::1%eth0
@@ -103,7 +104,7 @@ def is_public(address: str) -> bool:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """IP addresses of a host, in the system's order of preference."""
+    """Returns the IP addresses of a host, in the system's order of preference."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -162,7 +163,7 @@ class ImageFetcher:
         return copies
 
     async def fetch(self, url: str, place: str, hold: Hold) -> str:
-        """The image at an http(s) URL, as a `data:` URL.
+        """Returns the image at an http(s) URL, as a `data:` URL.
 
         Raises:
             RequestError: names `place` and the reason.
@@ -262,11 +263,12 @@ class ImageFetcher:
 
 
 class _Refused(Exception):
-    """Raised if the policy forbids a fetch; the message says why."""
+    """Raised if an image may not be fetched, or the host's answer is not accepted; the message says why."""
 
 
 def _part_url(part: Any, place: str) -> str | None:
-    """Returns the URL of an image part; None for other parts and wrong shapes, which the server checks."""
+    """Returns the URL of an image part; None for other parts and wrong shapes, which the server checks.
+    Raises RequestError for an audio part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "input_audio":
         raise RequestError(f"{place}: input_audio is not supported", param=place)

@@ -204,8 +204,8 @@ def text_bytes(value: Any) -> int:
 
 
 def write_json(value: Any) -> bytes:
-    """Returns a value as JSON in UTF-8. It never makes one long `str`, which would store every character as
-    wide as the widest."""
+    """Returns a value as JSON in UTF-8. It is written in pieces, because one `str` of the whole would store
+    every character as wide as the widest."""
     pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value)
     return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
 

@@ -14,7 +14,7 @@ UNARY = "_unary"
 
 @dataclass(frozen=True)
 class Names:
-    """aliases: the model's name, by alias."""
+    """Names by which clients call the server's models. aliases: the model's own name, by alias."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -41,11 +41,11 @@ class Names:
         return self.aliases.get(name, name)
 
     def listed(self, schemas: Mapping[str, ModelSchema]) -> dict[str, str]:
-        """Returns the names to list, with the model of each: all aliases, and the names of models that have
-        no alias and are neither members of an ensemble nor the `_unary` twin of another.
+        """Returns the model of each name to list: of the aliases of ready models, and of the names of ready
+        models that have no alias and are neither members of an ensemble nor the `_unary` twin of another.
 
         Args:
-            schemas: of all ready models.
+            schemas: schema of each ready model, by the model's name.
         """
         inner = {step for schema in schemas.values() for step in schema.steps}
         twins = {name for name in schemas if name.endswith(UNARY) and name.removesuffix(UNARY) in schemas}
@@ -57,9 +57,10 @@ class Names:
 async def part_that(
     client: AsyncClient, schema: ModelSchema, is_able: Callable[[ModelSchema], bool]
 ) -> ModelSchema:
-    """Returns the model itself if `is_able` accepts it, else the last member of the ensemble that it accepts.
+    """Returns the model itself if `is_able` accepts it, else the ensemble's last member that `is_able`
+    accepts.
 
-    If it accepts none, the model itself is returned.
+    If it accepts neither the model nor a member, the model itself is returned.
     """
     if not is_able(schema):
         for step in reversed(schema.steps):

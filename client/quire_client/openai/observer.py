@@ -24,7 +24,7 @@ from quire_client.types import Chunk, Embeddings, Result, Scores
 GONE = 499
 """Status, in log and metrics, of a request whose client disconnected before its answer was complete."""
 _BESIDE = ("/tokenize", "/detokenize")
-"""Paths outside /v1/, named as in vLLM, that are also observed and need a key."""
+"""Paths outside /v1/, named as in vLLM, that are also observed and, if the gateway has keys, need one."""
 _SCORING = ("/v1/classify", "/v1/score", "/v1/rerank")
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", *_SCORING, "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -52,8 +52,8 @@ class Exchange:
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     ttft: float | None = None
-    """Time to first token of a stream, in seconds; None before it, for answers that are not streamed, and
-    where tokens are not counted (`counts_tokens`)."""
+    """Time to first token of a stream, in seconds; None before it, for answers that are not streamed, and if
+    token counts are neither needed (`counts_tokens`) nor part of the answer."""
     began: float = field(default_factory=time.monotonic)
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the last token, by (number of the prompt, index of the choice)."""
@@ -96,7 +96,8 @@ class Exchange:
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """Returns the token counts of a stream in OpenAI's form."""
+        """Token counts of a stream so far, in OpenAI's form; None if the server does not count the prompt's
+        tokens."""
         counts = self._num_reasoning_tokens.values()
         num_reasoning_tokens = sum(counts) if counts else None
         return usage(

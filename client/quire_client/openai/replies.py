@@ -154,7 +154,8 @@ class ReplyFormat:
         return whole
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Returns the first object of a chat choice in a stream, which states the role."""
+        """Returns the first object of a chat choice in a stream, which states the role; None for completions,
+        which have no such object."""
         if not self.is_chat:
             return None
         part = self._part(index, {"role": "assistant", "content": ""}, None)
@@ -193,7 +194,7 @@ class ReplyFormat:
 
     def closing(self, index: int, chunk: Chunk | None) -> dict[str, Any]:
         """Returns the object that ends a choice in a stream: the finish reason of its last chunk, without
-        text."""
+        text. `chunk`: this last chunk; None if none stated a reason."""
         reason = finish_reason(None if chunk is None else chunk.finish_reason)
         part = self._part(index, {} if self.is_chat else "", reason)
         if chunk is not None and chunk.server_timing is not None:

@@ -32,7 +32,7 @@ EMBEDDING_SCHEDULING = (
     "cache_retention",
     "cache_ttl_ms",
 )
-"""Scheduling parameters of Quire that requests for embeddings take, too."""
+"""Scheduling and cache parameters of Quire that requests for embeddings and scores accept, too."""
 QUIRE_SAMPLING = (
     "min_tokens",
     "top_k",
@@ -66,9 +66,9 @@ QUIRE_SAMPLING = (
     "guided_choice",
     "guided_grammar",
 )
-"""Parameters of Quire that OpenAI does not have; they are passed on to the server. `priority`, `cache_salt`
-and the names for structured output are vLLM's. `tenant` is not among them: it comes from the API key or a
-header."""
+"""Parameters of Quire that OpenAI does not have; they are passed on to the server. `priority`, `cache_salt`,
+`structured_outputs` and `guided_*` have vLLM's names. `tenant` is not among the parameters: it comes from the
+API key or a header."""
 SERVICE_FIELDS = frozenset(
     {
         "user",
@@ -99,7 +99,7 @@ MESSAGES_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
 )
-"""Fields that go to the chat template with the messages."""
+"""Fields that are sent to the server in one object with the messages."""
 CHAT_FIELDS = _COMMON | {
     *("messages", "max_completion_tokens", "top_logprobs", "reasoning_effort"),
     *MESSAGES_FIELDS,
@@ -162,20 +162,20 @@ MAX_MESSAGES = 4096
 """Most messages of one conversation, and most content parts of all its messages; the server has the same
 limit of messages."""
 MAX_IMAGES = 16
-"""Most images of one conversation; the server has the same limit."""
+"""Most images of one conversation; the server has the same limit by default."""
 MAX_EFFORT = 32
 """Most characters of `reasoning_effort`."""
 MAX_INPUTS = 2048
-"""Most inputs of one request for embeddings; OpenAI has the same limit."""
+"""Most inputs of one request for embeddings or scores; OpenAI has the same limit for embeddings."""
 MAX_MODEL_LENGTH = 256
 """Most characters of a model's name."""
 _NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
 """Values that ask for nothing. Fields with them are not sent, because not every model knows these fields."""
 MAX_TOP_LOGPROBS = 20
-"""Limit for `logprobs` and `top_logprobs`, as in OpenAI's chat completions."""
+"""Limit for `logprobs`, `top_logprobs` and `prompt_logprobs`, as in OpenAI's chat completions."""
 _ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
 MAX_PROMPTS = 1024
-"""Most prompts of one request; larger than any server's limit."""
+"""Most texts in `prompt` of one request; larger than any server's limit."""
 MAX_TOKEN_LISTS = 256
 """Most prompts of token ids in one request. Each of them becomes a request to the server."""
 
@@ -218,7 +218,8 @@ class TextRequest:
 
     @property
     def echoed(self) -> tuple[int, ...]:
-        """Number of characters of each prompt's text if the answer repeats it (`echo`); else empty."""
+        """Number of characters of each prompt's text if the answer repeats it (`echo`). Empty without `echo`
+        and for prompts of token ids."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         return tuple(map(len, texts)) if self.echo else ()
 
@@ -385,7 +386,8 @@ def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
 
 
 def _add_effort(effort: Any, beside: dict[str, Any]) -> None:
-    """Passes `reasoning_effort` to the chat template; nothing else can use it."""
+    """Adds `reasoning_effort` to the `chat_template_kwargs` in `beside`, unless these state it: only the chat
+    template can use it. Raises RequestError for a wrong type."""
     if effort is None:
         return
     if not isinstance(effort, str) or not 0 < len(effort) <= MAX_EFFORT:
@@ -415,8 +417,9 @@ def _top_logprobs(name: str, count: Any, sampling: dict[str, Any]) -> int:
 
 
 def _as_template(message: Any) -> Any:
-    """Converts a message for chat templates. It drops fields that only OpenAI's answers have, so that
-    clients may send answers back unchanged, and turns the role `developer` into `system`."""
+    """Converts a message for chat templates. Null fields other than `content` and fields that only OpenAI's
+    answers have are dropped, so that clients may send answers back unchanged. The role `developer` becomes
+    `system`, and parts of type `refusal` become text."""
     if not isinstance(message, dict):
         return message
     kept = {

@@ -35,8 +35,8 @@ class ScoringRequest:
     messages: dict[str, Any] | None = None
     firsts: str | list[str] = ""
     seconds: list[str] | None = None
-    """Second text of each pair; None: prompts or messages are scored. With one first text, it belongs to
-    all."""
+    """Second text of each pair; a single first text belongs to all of them. None: `input` or `messages` is
+    scored."""
     top_n: int | None = None
     """Number of best documents to return; None: all."""
     returns_documents: bool = True
@@ -167,7 +167,8 @@ def _singles(found: Scores) -> list[float]:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    """Returns a list of texts; raises RequestError, which names the field, for anything else."""
+    """Returns the value if it is a list of 1 to MAX_INPUTS texts; else raises RequestError, which names the
+    field."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise RequestError(f"{name}: must be a list of strings", param=name)
     if not 1 <= len(value) <= MAX_INPUTS:

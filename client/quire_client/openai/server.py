@@ -23,7 +23,8 @@ from quire_client.openai.app import GatewaySettings, create_app
 GRACE_S = 5
 """Default number of seconds that running answers have to finish after SIGTERM or Ctrl-C."""
 HEADER_TIMEOUT = 20.0
-"""Seconds from a connection's or a request's first byte to the end of its headers."""
+"""Seconds from the opening of a connection, or from the first byte of a later request, to the end of the
+request's headers."""
 MAX_CONNECTIONS = 4096
 """Most concurrent connections; uvicorn answers further ones with 503."""
 

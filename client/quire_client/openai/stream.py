@@ -78,10 +78,10 @@ async def _disconnect(receive: Any) -> None:
 
 @dataclass(frozen=True)
 class EventStream:
-    """ASGI response: the rest of a stream as `data: {...}` events, ended by `data: [DONE]`.
+    """ASGI response: the chunks of a stream as `data: {...}` events, ended by `data: [DONE]`.
 
-    The status is sent with the first chunk. An error after that is an event `data: {"error": {...}}`, and no
-    `[DONE]` follows.
+    The status 200 is sent at once. So an error of the stream is an event `data: {"error": {...}}`, after
+    which no `[DONE]` follows.
     """
 
     exchanges: Exchanges
@@ -97,7 +97,7 @@ class EventStream:
         try:
             await self.exchanges.run(receive, self._send(send, sent))
         except ClientDisconnect:
-            if not sent.is_set():  # behind its end an answer's connection counts as left, too
+            if not sent.is_set():  # closing the connection after the answer's end is a disconnect, too
                 self.exchange.status = GONE
 
     async def _send(self, send: Any, sent: asyncio.Event) -> None:

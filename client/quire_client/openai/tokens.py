@@ -1,4 +1,5 @@
-"""Token ids of texts and messages, from the tokenizer model in front of a generator."""
+"""Token ids of texts and messages (from the tokenizer model in front of a generator), the text of token ids,
+and the longest prompt and answer of a model."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ async def token_ids(
 
 
 async def _tokenizer_of(client: AsyncClient, schema: ModelSchema) -> ModelSchema | None:
-    """Returns the tokenizer model among the ensemble's members. If the model is no ensemble, it searches the
-    ensembles that contain it. Returns None if there is none."""
+    """Returns the member of an ensemble that has the output `input_ids`: its tokenizer model. If the model is
+    no ensemble, the ensembles that contain it are searched. Returns None if there is no tokenizer model."""
     for step in schema.steps:
         part = await client._schema(step)
         if part.outputs is not None and OUTPUT in part.outputs:
@@ -75,7 +76,7 @@ async def _tokenizer_of(client: AsyncClient, schema: ModelSchema) -> ModelSchema
 
 
 async def text_of(client: AsyncClient, schema: ModelSchema, ids: list[int], **arguments: Any) -> str:
-    """Returns the text of token ids, special tokens included. It asks the generator for 0 further tokens.
+    """Returns the text of token ids, special tokens included. The generator is asked for 0 further tokens.
 
     Raises:
         QuireClientError: the generator has no tokenizer, or an id is not in its vocabulary.
