@@ -10,7 +10,7 @@ from quire_common.errors import InputError
 MAX_BYTES = 2**20
 """Most bytes of a JSON text of parameters; messages have a limit of their own."""
 MAX_DEPTH = 64
-"""Largest nesting depth of lists and objects inside the outermost list or object."""
+"""Largest nesting depth of lists and objects, the outermost included."""
 MAX_VALUES = 2**19
 """Most lists, objects and keys together. Each takes up to a hundred times the memory of its characters."""
 
@@ -45,7 +45,7 @@ def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> A
     except ValueError as error:  # a constant, or an integer longer than Python's limit of digits
         raise InputError(field, f"invalid JSON: {error}") from None
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         level = [child for node in level for child in _children(node)]
         if not level:
             return value

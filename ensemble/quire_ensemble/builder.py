@@ -176,10 +176,10 @@ def build_repository(
         names = part_names(checkpoint.name) if checkpoint.is_file() else (checkpoint.name,)
         places = {place.with_name(name): checkpoint.with_name(name) for name in names}
     for part in places:
-        if part.is_symlink() and force:
-            part.unlink()
-        if part.exists() or part.is_symlink():
+        if (part.exists() or part.is_symlink()) and not (part.is_symlink() and force):
             raise BuildError(f"{part} exists already and is not this checkpoint; remove it first")
+    for part in places:
+        part.unlink(missing_ok=True)
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -329,5 +329,5 @@ def _too_long(size: int, limits: ImageLimits) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    # Pillow's messages show the BytesIO object with its address.
-    return re.sub(r"<_io\.BytesIO[^>]*>", "the data", one_line(error))
+    # Pillow's messages show the file object with its address.
+    return re.sub(r"<[\w.]+ object at 0x[0-9a-fA-F]+>", "the data", one_line(error))

@@ -202,6 +202,13 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path, checkpoints: dict[str,
     status, (document,) = plan(llama, *target)
     assert status == 0 and 0 < document["clients"]["concurrency"] < 64
     assert f"max_num_seqs={document['clients']['concurrency']} keeps the target" in str(document["advice"])
+    status, (document,) = plan(llama, "--option", "max_model_len=64", *target)
+    assert status == 1 and "prompt" in document["problems"][0] and "clients" not in document
+
+    # What is wrong only together.
+    ranks = ["--option", "enable_lora=true", "--option", "tensor_parallel_size=2"]
+    status, (document,) = plan(llama, *ranks)
+    assert status == 1 and "tensor_parallel_size" in document["problems"][0]
 
 
 def test_the_demo_is_sound() -> None:

@@ -94,7 +94,10 @@ def _planned(name: str, values_of: Callable[[], dict[str, Any]], settings: Mappi
         planned.problems += error.problems
         for key in ("preemption_mode", "lora_modules", "lora_root", "draft_model"):
             right.pop(key, None)
-        planned.config = EngineConfig.from_mapping(right)
+        try:
+            planned.config = EngineConfig.from_mapping(right)
+        except ConfigError:
+            return planned
     for is_problem, text in _contradictions(planned.config):
         (planned.problems if is_problem else planned.advice).append(text)
     return planned

@@ -121,7 +121,11 @@ def _document(
         )
     document: dict[str, Any] = {"device": device, "capacity": capacity.as_dict()}
     if cost is not None:
-        advice = advise(config, capacity, cost_model(cost), target)
+        try:
+            advice = advise(config, capacity, cost_model(cost), target)
+        except QuireError as error:
+            planned.problems.append(str(error))
+            return document
         document["clients"] = dataclasses.asdict(advice)
         if not advice.concurrency:
             planned.advice.append("the target is not kept for a single client")

@@ -400,7 +400,8 @@ def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams
     if config.get("min_new_tokens") is not None:
         given["min_tokens"] = config["min_new_tokens"]
     given["stop"] = config.get("stop_strings")
-    unused = [name for name in _UNUSED_DEFAULTS if config.get(name) not in (None, 0, 1, False, [])]
+    values = {name: config.get(name) for name in _UNUSED_DEFAULTS}
+    unused = [name for name, one in values.items() if one is True or one not in (None, 0, 1, False, [])]
     if unused:
         logger.warning("generation_config.json: %s: not supported, and not used", ", ".join(unused))
     try:
