@@ -105,7 +105,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
     TensorSpec("return_embedding", "TYPE_BOOL", doc="Fill embedding, and generate nothing."),
     TensorSpec("return_scores", "TYPE_BOOL", doc="Fill scores and label, and generate nothing."),
-    TensorSpec("use_activation", "TYPE_BOOL", doc="False: scores are logits, as rewards are wanted."),
+    TensorSpec("use_activation", "TYPE_BOOL", doc="False: scores are logits, as for rewards."),
 )
 """Inputs on how the request is answered."""
 
@@ -211,7 +211,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_cached_tokens", "TYPE_UINT32", doc="Tokens of the prompt that the KV cache had."),
     TensorSpec("num_reasoning_tokens", "TYPE_UINT32", doc="Tokens of the choice so far that are reasoning."),
     TensorSpec("logprobs", "TYPE_STRING", doc="JSON, aligned with output_ids."),
-    TensorSpec("prompt_logprobs", "TYPE_STRING", doc="JSON, once per request; null for its first token."),
+    TensorSpec("prompt_logprobs", "TYPE_STRING", doc="JSON, once per prompt; null for its first token."),
     TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
     TensorSpec("embedding", "TYPE_FP32", (-1,), doc="Of the prompt; who asks for it gets no tokens."),
     TensorSpec("scores", "TYPE_FP32", (-1,), doc="Of the prompt, one for each label; as embedding."),
