@@ -577,6 +577,8 @@ _READERS = {
     "qwen2_vl": _read_qwen,
     "qwen2_5_vl": _read_qwen,
     "qwen3_vl": _read_qwen,
+    "qwen3_5": _read_qwen,
+    "qwen3_5_moe": _read_qwen,
 }
 """Functions that make the VisionConfig from transformers' configuration, by `model_type`."""
 

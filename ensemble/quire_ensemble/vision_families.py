@@ -21,6 +21,7 @@ from transformers.models.llava_onevision import modeling_llava_onevision
 from transformers.models.mistral3 import modeling_mistral3
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from quire_ensemble.vision_config import (
@@ -192,7 +193,7 @@ class PixtralVision(VisionFamily):
 
 
 class QwenVision(VisionFamily):
-    """`visual` of Qwen2-VL, 2.5 and 3. Images of any size; one row is one patch.
+    """`visual` of Qwen2-VL, 2.5 and 3, and of Qwen3.5. Images of any size; one row is one patch.
 
     With Qwen3-VL, each row holds the image's embedding, then the features that deepstack adds after layers of
     the language model.
@@ -204,6 +205,8 @@ class QwenVision(VisionFamily):
             self.module, self.hidden_size = _Qwen2VLModel(config.hf), vision.hidden_size
         elif config.hf.model_type == "qwen2_5_vl":
             self.module, self.hidden_size = _Qwen2_5_VLModel(config.hf), vision.out_hidden_size
+        elif config.hf.model_type.startswith("qwen3_5"):
+            self.module, self.hidden_size = _Qwen3_5Model(config.hf), vision.out_hidden_size
         else:
             indexes = list(vision.deepstack_visual_indexes)
             if indexes != sorted(set(indexes) & set(range(vision.depth))):
@@ -312,6 +315,14 @@ class _Qwen3VLModel(modeling_qwen3_vl.Qwen3VLModel):
     def __init__(self, config: Any) -> None:
         modeling_qwen3_vl.Qwen3VLPreTrainedModel.__init__(self, config)
         self.visual = modeling_qwen3_vl.Qwen3VLVisionModel._from_config(config.vision_config)
+
+
+class _Qwen3_5Model(modeling_qwen3_5.Qwen3_5Model):
+    """The tower's code is the same with experts in the language model."""
+
+    def __init__(self, config: Any) -> None:
+        modeling_qwen3_5.Qwen3_5PreTrainedModel.__init__(self, config)
+        self.visual = modeling_qwen3_5.Qwen3_5VisionModel._from_config(config.vision_config)
 
 
 def _stop_at_features(config: Any) -> int:
