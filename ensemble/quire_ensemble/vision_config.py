@@ -114,8 +114,19 @@ class VisionConfig(ABC):
 
     @property
     def marks(self) -> list[int]:
-        """Token ids that stand for an image in a text; the placeholder is among them."""
-        return [self.hf.image_token_id]
+        """Token ids that stand for an image in a text; `mark` is among them."""
+        return [self.mark]
+
+    @property
+    def mark(self) -> int:
+        """Token id that a text has once for each image."""
+        return self.hf.image_token_id
+
+    @property
+    def mark_parts(self) -> list[int | str]:
+        """Token ids and texts that replace `mark` in a text before it is tokenized. The placeholder is one of
+        them."""
+        return [self.mark]
 
     def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
         """Returns the token ids that replace an image's placeholder: the placeholder, once for each row of
@@ -275,6 +286,28 @@ class AnyresConfig(LlavaConfig):
         pixels = np.asarray(out["pixel_values"][0], dtype=np.float32)
         height, width = (int(n) for n in out["image_sizes"][0])
         return pixels.reshape(len(pixels), -1), (len(pixels), height, width)
+
+
+@dataclass(frozen=True)
+class Gemma3VisionConfig(LlavaConfig):
+    """Gemma 3: images of one size, whose patches are pooled. Rows and grids are those of LLaVA 1.5."""
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.hf.mm_tokens_per_image
+
+    def check_settings(self, processor: Any) -> None:
+        if processor.do_pan_and_scan:
+            raise ValueError("do_pan_and_scan true of the image processor is not supported")
+
+    @property
+    def mark(self) -> int:
+        return self.hf.boi_token_id
+
+    @property
+    def mark_parts(self) -> list[int | str]:
+        # Line feeds in the text beside them may make one token with them.
+        return ["\n\n", self.mark, self.hf.image_token_id, self.hf.eoi_token_id, "\n\n"]
 
 
 @dataclass(frozen=True)
@@ -523,6 +556,23 @@ def _read_llava(hf: Any) -> VisionConfig:
     return AnyresConfig(hf, patch, side, extra_rows, pinpoints, max_tiles)
 
 
+def _read_gemma3(hf: Any) -> VisionConfig:
+    vision, tokens = hf.vision_config, hf.mm_tokens_per_image
+    if vision.model_type != "siglip_vision_model":
+        raise ValueError(
+            f"vision tower {vision.model_type!r} is not supported; supported: siglip_vision_model"
+        )
+    patch, side = _size(vision, "patch_size"), _size(vision, "image_size")
+    patches = side // patch
+    pooled = math.isqrt(tokens) if type(tokens) is int and 1 <= tokens <= patches**2 else 0
+    if not pooled or (patches // (patches // pooled)) ** 2 != tokens:
+        raise ValueError(
+            f"mm_tokens_per_image {tokens!r:.40} must be the square of what the {patches} patches of a "
+            "side are pooled to"
+        )
+    return Gemma3VisionConfig(hf, patch, side, 0)
+
+
 def _read_pixtral(hf: Any) -> VisionConfig:
     vision = hf.vision_config
     if vision.model_type != "pixtral":
@@ -574,6 +624,7 @@ _READERS = {
     "llava_onevision": _read_llava,
     "internvl": _read_internvl,
     "mistral3": _read_pixtral,
+    "gemma3": _read_gemma3,
     "qwen2_vl": _read_qwen,
     "qwen2_5_vl": _read_qwen,
     "qwen3_vl": _read_qwen,

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoModel
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.internvl import modeling_internvl
 from transformers.models.llava import modeling_llava
 from transformers.models.llava_next import modeling_llava_next
@@ -26,6 +27,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from quire_ensemble.vision_config import (
     AnyresConfig,
+    Gemma3VisionConfig,
     Grid,
     InternVLConfig,
     LlavaConfig,
@@ -137,6 +139,22 @@ class LlavaNextVision(LlavaVision):
         return self.module.pack(tiles.split([t for t, _, _ in grids]), [(h, w) for _, h, w in grids])
 
 
+class Gemma3Vision(LlavaVision):
+    """SigLIP tower, and a projector that pools patches. One row is a whole image, [C, H, W]."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        config.hf.vision_feature_layer = -1  # there is no choice
+        super().__init__(config)
+
+    @property
+    def module_class(self) -> Any:
+        return _Gemma3Model
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        pixels = pixel_values.view(-1, *self.shape)
+        return list(self.module.get_image_features(pixels).pooler_output)
+
+
 class InternVLVision(VisionFamily):
     """Tower and projector. One row is a tile, [C, H, W]."""
 
@@ -234,6 +252,7 @@ def family_of(config: VisionConfig) -> VisionFamily:
     families: dict[type[VisionConfig], Callable[[VisionConfig], VisionFamily]] = {
         LlavaConfig: LlavaVision,
         AnyresConfig: LlavaNextVision,
+        Gemma3VisionConfig: Gemma3Vision,
         InternVLConfig: InternVLVision,
         PixtralConfig: PixtralVision,
         QwenConfig: QwenVision,
@@ -273,6 +292,13 @@ class _LlavaOnevisionModel(modeling_llava_onevision.LlavaOnevisionModel):
         """Returns the rows of each image; arguments as for `_LlavaNextModel.pack`."""
         ratio = self.config.vision_aspect_ratio
         return self.pack_image_features(images, sizes, self.image_newline, ratio)[0]
+
+
+class _Gemma3Model(modeling_gemma3.Gemma3Model):
+    def __init__(self, config: Any) -> None:
+        modeling_gemma3.Gemma3PreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = modeling_gemma3.Gemma3MultiModalProjector(config)
 
 
 class _InternVLModel(modeling_internvl.InternVLModel):

@@ -36,6 +36,7 @@ class Pipeline:
         self.tower = VisionTower(path, device="cpu", num_threads=1)
         torch.set_num_threads(threads)
         self.llm = LLM(path, dtype="float32", **{"max_model_len": 512, "num_blocks": 256, **options})
+        self.is_joint = self.llm.core.info.has_joint_images
 
     def embeds(self, prompt: VisionPrompt) -> PromptEmbeds | None:
         """What the generator makes of a prompt, once its images are encoded."""
@@ -45,7 +46,7 @@ class Pipeline:
         self.tower.check(prompt.pixel_values, prompt.image_grid)
         rows = np.concatenate(self.tower.encode(prompt.pixel_values, prompt.image_grid))
         spans = tuple((int(start), int(count)) for start, count in prompt.image_spans)
-        return PromptEmbeds(rows, spans, tuple(content_hashes(rows, spans)), positions)
+        return PromptEmbeds(rows, spans, tuple(content_hashes(rows, spans)), positions, self.is_joint)
 
     def ask(self, messages: list[dict[str, Any]], images: list[bytes], params: SamplingParams) -> Any:
         prompt = self.processor.process(json.dumps(messages).encode(), None, images)
@@ -117,6 +118,20 @@ def set_processor(name: str, value: Any) -> Any:
         ("mistral3", set_processor("size", {"longest_edge": 113}), "must be an integer up to 112, got 113"),
         ("mistral3", set_vision("image_size", 111), "must be an integer up to 84, got 112"),
         ("mistral3", set_vision("model_type", "clip_vision_model"), "'clip_vision_model' is not supported"),
+        ("gemma3", lambda c, _: c.update(mm_tokens_per_image=8), "mm_tokens_per_image 8 must be the square"),
+        (
+            "gemma3",
+            lambda c, _: c.update(mm_tokens_per_image=16),
+            "mm_tokens_per_image 16 must be the square",
+        ),
+        (
+            "gemma3",
+            lambda c, _: c.update(mm_tokens_per_image=49),
+            "mm_tokens_per_image 49 must be the square",
+        ),
+        ("gemma3", lambda c, _: c.update(boi_token_index=70), r"no special tokens for \[70\]"),
+        ("gemma3", lambda c, _: c.update(eoi_token_index=70), r"no special tokens for \[513\]"),
+        ("gemma3", set_processor("do_pan_and_scan", True), "do_pan_and_scan true of the image processor"),
         ("pixtral", set_processor("size", {"height": 56, "width": 56}), "longest_edge .*, got None"),
     ],
 )
