@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.internvl import modeling_internvl
 from transformers.models.llava import modeling_llava
 from transformers.models.llava_next import modeling_llava_next
@@ -28,6 +29,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from quire_ensemble.vision_config import (
     AnyresConfig,
     Gemma3VisionConfig,
+    Gemma4VisionConfig,
     Grid,
     InternVLConfig,
     LlavaConfig,
@@ -155,6 +157,30 @@ class Gemma3Vision(LlavaVision):
         return list(self.module.get_image_features(pixels).pooler_output)
 
 
+class Gemma4Vision(VisionFamily):
+    """Tower and projector of Gemma 4. Images of any size; one row is one patch."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        merge = cast("Gemma4VisionConfig", config).merge
+        self.module = _Gemma4Model(config.hf)
+        self.row_size = 3 * config.patch**2
+        self.sample_grid = 1, 4 * merge, 4 * merge
+        self.hidden_size = config.hf.text_config.hidden_size
+
+    def name_of(self, stored: str) -> str | None:
+        name = stored.removeprefix("model.")
+        return name if name.startswith(("vision_tower.", "embed_vision.")) else None
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        parts = pixel_values.split([h * w for _, h, w in grids])
+        return [self._of_image(part, h, w) for part, (_, h, w) in zip(parts, grids, strict=True)]
+
+    def _of_image(self, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
+        places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1).to(patches.device)
+        found = self.module.get_image_features(patches[None], places[None])
+        return found.pooler_output[0]
+
+
 class InternVLVision(VisionFamily):
     """Tower and projector. One row is a tile, [C, H, W]."""
 
@@ -253,6 +279,7 @@ def family_of(config: VisionConfig) -> VisionFamily:
         LlavaConfig: LlavaVision,
         AnyresConfig: LlavaNextVision,
         Gemma3VisionConfig: Gemma3Vision,
+        Gemma4VisionConfig: Gemma4Vision,
         InternVLConfig: InternVLVision,
         PixtralConfig: PixtralVision,
         QwenConfig: QwenVision,
@@ -299,6 +326,14 @@ class _Gemma3Model(modeling_gemma3.Gemma3Model):
         modeling_gemma3.Gemma3PreTrainedModel.__init__(self, config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = modeling_gemma3.Gemma3MultiModalProjector(config)
+
+
+class _Gemma4Model(modeling_gemma4.Gemma4Model):
+    def __init__(self, config: Any) -> None:
+        modeling_gemma4.Gemma4PreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        vision, text = config.vision_config, config.text_config
+        self.embed_vision = modeling_gemma4.Gemma4MultimodalEmbedder(vision, text)
 
 
 class _InternVLModel(modeling_internvl.InternVLModel):

@@ -151,6 +151,19 @@ class AttentionMetadata:
             shared_plans={},
         )
 
+    def causal(self) -> AttentionMetadata:
+        """Returns the batch without joint sequences, for layers in which no token sees those after it."""
+        plain, outer = self, self.interrupt
+        if self.joint is not None:
+            plain = self.plan("causal", lambda: replace(self, joint=None, plans={}, shared_plans={}))
+        if outer is None:
+            return plain
+
+        def interrupt(query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            return outer(query, lambda query, meta: attend(query, meta.causal()))
+
+        return replace(plain, interrupt=interrupt)
+
     def chunked(self, size: int, block_size: int) -> AttentionMetadata:
         """Returns the batch for chunked attention, in which a token sees only tokens of its own chunk. The
         tokens of a sequence in one chunk become a sequence of their own, which starts at the chunk's start.

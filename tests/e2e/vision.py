@@ -57,6 +57,7 @@ class WholeModel:
     def _features(self, inputs: dict[str, Any]) -> list[torch.Tensor]:
         """Rows of each image."""
         tiles = inputs.pop("num_patches", None)
+        inputs.pop("num_soft_tokens_per_image", None)
         features = self.model.get_image_features(**inputs).pooler_output
         if tiles is None:
             return list(features)
@@ -69,6 +70,8 @@ class WholeModel:
         count = len(features[index])
         if self.model.config.model_type == "internvl":
             names = ["<img>", *[image] * count, "</img>"]
+        elif self.model.config.model_type == "gemma4":
+            names = ["<|image>", *[image] * count, "<image|>"]
         elif self.model.config.vision_config.model_type == "pixtral":
             lines, columns = (int(n) // self._settings["patch_size"] for n in inputs["image_sizes"][index])
             assert lines * columns == count
@@ -109,7 +112,7 @@ class WholeModel:
             else:
                 token_ids += self._expanded(next(rest), features, inputs)
         ids = torch.tensor([token_ids])
-        if "qwen" in self.model.config.model_type:
+        if self.model.config.model_type == "gemma4" or "qwen" in self.model.config.model_type:
             inputs["mm_token_type_ids"] = (ids == self.image_token).int()
         return self._answer({"input_ids": ids, **inputs}, max_tokens)
 
