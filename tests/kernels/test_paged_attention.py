@@ -449,23 +449,36 @@ def test_chunks_are_sequences_of_their_own(lengths: list[tuple[int, int]]) -> No
             row += 1
 
 
-@pytest.mark.parametrize(("name", "device"), every_implementation("paged_attention", joint=True))
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_tokens_of_a_span_see_each_other(name: str, device: str, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "kv_dtype"),
+    every_implementation(
+        "paged_attention", (torch.float32, torch.bfloat16), kv_dtypes=(None, torch.int8), joint=True
+    ),
+)
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_tokens_of_a_span_see_each_other(
+    name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int | None
+) -> None:
     """Spans at the beginning, in the middle and at the end of new tokens, one short, one longer than a tile;
     beside sequences without. What is in no span has the bits of a batch without spans."""
     lengths, spans = ((30, 90), (1, 7), (70, 70), (600, 640)), ((0, 10), (12, 15), (60, 101), (103, 690))
-    case = same_case(lengths, device=device)
+    case = same_case(lengths, dtype=dtype, kv_dtype=kv_dtype, device=device)
     with forced("paged_attention", name):
         causal = case.run(sliding_window=window)
         meta = case.meta.with_joint(spans)
         out = ops.paged_attention(case.query, case.kv_layer, meta, scale=case.scale, sliding_window=window)
+        plain = ops.paged_attention(
+            case.query, case.kv_layer, meta.causal(), scale=case.scale, sliding_window=window
+        )
     expected = dense(case, window, joint=spans)
-    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     inside = torch.zeros(len(out), dtype=torch.bool)
     for begin, end in spans:
         inside[begin:end] = True
-    assert name == "reference" or torch.equal(out[~inside], causal[~inside])
+    if name == "reference":
+        torch.testing.assert_close(plain, causal, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    else:
+        assert torch.equal(out[~inside], causal[~inside]) and torch.equal(plain, causal)
 
 
 def test_kv_groups_share_plans_and_not_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
