@@ -636,6 +636,33 @@ _WORKER = (
         ),
     ),
     Mutant(
+        "an image whose tokens see each other is cut",
+        "backend/quire/request/multimodal.py",
+        "and self.is_joint]",
+        "and False]",
+        (
+            "tests/unit/test_vision_language.py"
+            "::test_an_image_whose_tokens_see_each_other_is_in_one_step[gemma3]",
+        ),
+    ),
+    Mutant(
+        "an image's tokens see each other in the layers that are causal",
+        "backend/quire/models/gemma4.py",
+        "meta = meta.causal()",
+        "pass",
+        (
+            "tests/unit/test_vision_families.py::test_answers_and_log_probabilities_are_those_of_transformers"
+            "[gemma4_large]",
+        ),
+    ),
+    Mutant(
+        "recorded attention of a causal layer sees images both ways",
+        "kernels/quire_kernels/metadata.py",
+        "attend(query, meta.causal()))",
+        "attend(query, meta))",
+        ("tests/unit/test_vision_families.py::test_recorded_pieces_know_which_layers_see_images_both_ways",),
+    ),
+    Mutant(
         "tokens behind the images have the text's positions",
         "backend/quire/worker/input_batch.py",
         "            axes[:, behind : start + item.num_scheduled_tokens] += embeds.position_delta\n",

@@ -222,6 +222,8 @@ class RunnerInfo:
     """Whether prompt positions may have three axes (M-RoPE)."""
     accepts_image_embeds: bool = True
     """Whether requests may give `image_embeds`."""
+    has_joint_images: bool = False
+    """Whether the tokens of an image see each other in both directions."""
     dtype: str = "float32"
     device: str = "cpu"
     num_threads: int = 0

@@ -106,6 +106,11 @@ class VisionProcessor:
         self.config = read_vision_config(self.path)
         self._image_processor = _load_image_processor(self.path)
         self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder()
+        self._marked = "".join(
+            part if isinstance(part, str) else tokenizer.hf.convert_ids_to_tokens(part)
+            for part in self.config.mark_parts
+        )
+        self._most_marks = self.limits.max_images + 1  # more are refused, whatever they are replaced by
         self._extra_ids = [self._added_id(name) for name in self.config.extra_tokens]
         self._template_takes_images = tokenizer.takes_images(self._placeholder)
         self.row_size = self._try_processor()
@@ -164,6 +169,8 @@ class VisionProcessor:
             token_ids, sources, chat_format = self._encode_messages(messages, sources)
         else:
             chat_format = b""
+            if text is not None:
+                text = text.replace(self._placeholder.encode(), self._marked.encode(), self._most_marks)
             token_ids = self.texts.encode(self.tokenizer, text, messages)
         check_count(len(sources), self.limits)
         found = token_ids.count(self.placeholder_id)
@@ -198,6 +205,7 @@ class VisionProcessor:
         text = self.tokenizer.render(
             replace(conversation, messages=messages), max_bytes=self.texts.max_prompt_bytes
         )
+        text = text.replace(self._placeholder, self._marked, self._most_marks)
         bos = self.tokenizer.hf.bos_token
         # The rule of transformers' processors, unlike that of its tokenizers: templates that come with an
         # image processor may leave BOS to the tokenizer.
@@ -293,16 +301,17 @@ class VisionProcessor:
         )
 
     def _find_placeholder(self) -> tuple[int, str, str]:
-        """Returns the placeholder's id, its text, and the text that stands for an image: the placeholder,
-        between the checkpoint's markers if there are any. Raises VisionError if the tokenizer does not have
-        them."""
+        """Returns the placeholder's id, the text of `VisionConfig.mark`, and the text that stands for an
+        image: the mark, between the checkpoint's markers if there are any. Raises VisionError if the
+        tokenizer does not have them."""
         found, ids = self.config.hf.image_token_id, self.config.marks
         hf = self.tokenizer.hf
-        added = set(ids) <= set(hf.added_tokens_decoder)
+        needed = {*ids, *(part for part in self.config.mark_parts if isinstance(part, int))}
+        added = needed <= set(hf.added_tokens_decoder)
         line = "".join(hf.convert_ids_to_tokens(int(i)) or "" for i in ids) if added else ""
         if not added or self.tokenizer.encode(line, add_special_tokens=False) != ids:
             raise VisionError(f"{self.path}: the tokenizer has no special tokens for {ids} of config.json")
-        return int(found), hf.convert_ids_to_tokens(int(found)), line
+        return int(found), hf.convert_ids_to_tokens(int(self.config.mark)), line
 
     def _added_id(self, name: str) -> int:
         found = self.tokenizer.hf.convert_tokens_to_ids(name)

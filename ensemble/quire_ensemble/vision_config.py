@@ -32,9 +32,11 @@ _CLASS_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 _MOST_OF_TOWER = {
     **dict.fromkeys(("num_hidden_layers", "depth"), 1024),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "head_dim"), 2**12),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 2**12),
     **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), 2**16),
     "intermediate_size": 2**18,
+    "position_embedding_size": 2**16,
+    "pooling_kernel_size": 64,
 }
 """Largest values of a vision tower's keys. They bound its size, because the tower is built before its weights
 are read."""
@@ -114,8 +116,19 @@ class VisionConfig(ABC):
 
     @property
     def marks(self) -> list[int]:
-        """Token ids that stand for an image in a text; the placeholder is among them."""
-        return [self.hf.image_token_id]
+        """Token ids that stand for an image in a text; `mark` is among them."""
+        return [self.mark]
+
+    @property
+    def mark(self) -> int:
+        """Token id that a text has once for each image."""
+        return self.hf.image_token_id
+
+    @property
+    def mark_parts(self) -> list[int | str]:
+        """Token ids and texts that replace `mark` in a text before it is tokenized. The placeholder is one of
+        them."""
+        return [self.mark]
 
     def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
         """Returns the token ids that replace an image's placeholder: the placeholder, once for each row of
@@ -276,6 +289,86 @@ class AnyresConfig(LlavaConfig):
         pixels = np.asarray(out["pixel_values"][0], dtype=np.float32)
         height, width = (int(n) for n in out["image_sizes"][0])
         return pixels.reshape(len(pixels), -1), (len(pixels), height, width)
+
+
+@dataclass(frozen=True)
+class Gemma3VisionConfig(LlavaConfig):
+    """Gemma 3: images of one size, whose patches are pooled. Rows and grids are those of LLaVA 1.5."""
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.hf.mm_tokens_per_image
+
+    def check_settings(self, processor: Any) -> None:
+        if processor.do_pan_and_scan:
+            raise ValueError("do_pan_and_scan true of the image processor is not supported")
+
+    @property
+    def mark(self) -> int:
+        return self.hf.boi_token_id
+
+    @property
+    def mark_parts(self) -> list[int | str]:
+        # Line feeds in the text beside them may make one token with them.
+        return ["\n\n", self.mark, self.hf.image_token_id, self.hf.eoi_token_id, "\n\n"]
+
+
+@dataclass(frozen=True)
+class Gemma4VisionConfig(VisionConfig):
+    """Gemma 4: images of any size. A row is a patch; a grid is (1, height, width) in patches."""
+
+    merge: int
+    """Patches of a side that are pooled to one row of embeddings."""
+
+    def rows(self, t: int, h: int, w: int) -> int:
+        return h * w
+
+    def patches(self, t: int, h: int, w: int) -> int:
+        return h * w
+
+    def tokens(self, t: int, h: int, w: int) -> int:
+        return h * w // self.merge**2
+
+    def check_image(self, t: int, h: int, w: int) -> None:
+        most = self.hf.vision_config.position_embedding_size
+        if t != 1 or not all(1 <= n <= most and n % self.merge == 0 for n in (h, w)):
+            raise InputError(
+                GRID,
+                f"must be 1, and height and width multiples of {self.merge} up to {most}, got {[t, h, w]}",
+            )
+
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        from transformers.models.gemma4 import image_processing_pil_gemma4 as theirs
+
+        most = processor.max_soft_tokens * self.merge**2
+        sides = theirs.get_aspect_ratio_preserving_size(height, width, self.patch, most, self.merge)
+        return sides[0] * sides[1] // self.patch**2
+
+    def check_settings(self, processor: Any) -> None:
+        for name, ours in (("pooling_kernel_size", self.merge), ("patch_size", self.patch)):
+            theirs = getattr(processor, name)
+            if theirs != ours:
+                raise ValueError(f"{name} is {theirs} in the image processor and {ours} in config.json")
+        if not processor.do_resize:
+            raise ValueError("do_resize false of the image processor is not supported")
+        side, most = processor.max_soft_tokens * self.merge, self.hf.vision_config.position_embedding_size
+        if side > most:
+            raise ValueError(
+                f"the image processor makes images of up to {side} patches a side, at most {most} are "
+                "allowed (position_embedding_size)"
+            )
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        return 3 * self.patch**2
+
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        width, height = (int(n) + 1 for n in np.asarray(out["image_position_ids"][0]).max(0))
+        pixels = np.asarray(out["pixel_values"][0], dtype=np.float32)  # padded behind its patches
+        return pixels[: height * width], (1, height, width)
+
+    @property
+    def mark_parts(self) -> list[int | str]:
+        return [self.hf.boi_token_id, self.mark, self.hf.eoi_token_id]
 
 
 @dataclass(frozen=True)
@@ -524,6 +617,33 @@ def _read_llava(hf: Any) -> VisionConfig:
     return AnyresConfig(hf, patch, side, extra_rows, pinpoints, max_tiles)
 
 
+def _read_gemma3(hf: Any) -> VisionConfig:
+    vision, tokens = hf.vision_config, hf.mm_tokens_per_image
+    if vision.model_type != "siglip_vision_model":
+        raise ValueError(
+            f"vision tower {vision.model_type!r} is not supported; supported: siglip_vision_model"
+        )
+    patch, side = _size(vision, "patch_size"), _size(vision, "image_size")
+    patches = side // patch
+    pooled = math.isqrt(tokens) if type(tokens) is int and 1 <= tokens <= patches**2 else 0
+    if not pooled or (patches // (patches // pooled)) ** 2 != tokens:
+        raise ValueError(
+            f"mm_tokens_per_image {tokens!r:.40} must be the square of what the {patches} patches of a "
+            "side are pooled to"
+        )
+    return Gemma3VisionConfig(hf, patch, side, 0)
+
+
+def _read_gemma4(hf: Any) -> VisionConfig:
+    vision = hf.vision_config
+    if vision is None:
+        raise ValueError("has no vision_config")
+    side, merge = _size(vision, "position_embedding_size"), _size(vision, "pooling_kernel_size")
+    if side < 4 * merge:
+        raise ValueError(f"position_embedding_size {side} must be at least {4 * merge}")
+    return Gemma4VisionConfig(hf, _size(vision, "patch_size"), merge)
+
+
 def _read_pixtral(hf: Any) -> VisionConfig:
     vision = hf.vision_config
     if vision.model_type != "pixtral":
@@ -575,13 +695,17 @@ _READERS = {
     "llava_onevision": _read_llava,
     "internvl": _read_internvl,
     "mistral3": _read_pixtral,
+    "gemma3": _read_gemma3,
+    "gemma4": _read_gemma4,
     "qwen2_vl": _read_qwen,
     "qwen2_5_vl": _read_qwen,
     "qwen3_vl": _read_qwen,
+    "qwen3_5": _read_qwen,
+    "qwen3_5_moe": _read_qwen,
 }
 """Functions that make the VisionConfig from transformers' configuration, by `model_type`."""
 
 
 def has_known_tower(values: Mapping[str, Any]) -> bool:
     """Whether config.json has a vision part that is supported here."""
-    return "vision_config" in values and values.get("model_type") in _READERS
+    return values.get("vision_config") is not None and values.get("model_type") in _READERS

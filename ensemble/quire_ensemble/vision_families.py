@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoModel
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.internvl import modeling_internvl
 from transformers.models.llava import modeling_llava
 from transformers.models.llava_next import modeling_llava_next
@@ -21,10 +23,13 @@ from transformers.models.llava_onevision import modeling_llava_onevision
 from transformers.models.mistral3 import modeling_mistral3
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from quire_ensemble.vision_config import (
     AnyresConfig,
+    Gemma3VisionConfig,
+    Gemma4VisionConfig,
     Grid,
     InternVLConfig,
     LlavaConfig,
@@ -136,6 +141,46 @@ class LlavaNextVision(LlavaVision):
         return self.module.pack(tiles.split([t for t, _, _ in grids]), [(h, w) for _, h, w in grids])
 
 
+class Gemma3Vision(LlavaVision):
+    """SigLIP tower, and a projector that pools patches. One row is a whole image, [C, H, W]."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        config.hf.vision_feature_layer = -1  # there is no choice
+        super().__init__(config)
+
+    @property
+    def module_class(self) -> Any:
+        return _Gemma3Model
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        pixels = pixel_values.view(-1, *self.shape)
+        return list(self.module.get_image_features(pixels).pooler_output)
+
+
+class Gemma4Vision(VisionFamily):
+    """Tower and projector of Gemma 4. Images of any size; one row is one patch."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        merge = cast("Gemma4VisionConfig", config).merge
+        self.module = _Gemma4Model(config.hf)
+        self.row_size = 3 * config.patch**2
+        self.sample_grid = 1, 4 * merge, 4 * merge
+        self.hidden_size = config.hf.text_config.hidden_size
+
+    def name_of(self, stored: str) -> str | None:
+        name = stored.removeprefix("model.")
+        return name if name.startswith(("vision_tower.", "embed_vision.")) else None
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        parts = pixel_values.split([h * w for _, h, w in grids])
+        return [self._of_image(part, h, w) for part, (_, h, w) in zip(parts, grids, strict=True)]
+
+    def _of_image(self, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
+        places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1).to(patches.device)
+        found = self.module.get_image_features(patches[None], places[None])
+        return found.pooler_output[0]
+
+
 class InternVLVision(VisionFamily):
     """Tower and projector. One row is a tile, [C, H, W]."""
 
@@ -192,7 +237,7 @@ class PixtralVision(VisionFamily):
 
 
 class QwenVision(VisionFamily):
-    """`visual` of Qwen2-VL, 2.5 and 3. Images of any size; one row is one patch.
+    """`visual` of Qwen2-VL, 2.5 and 3, and of Qwen3.5. Images of any size; one row is one patch.
 
     With Qwen3-VL, each row of the output holds an embedding, then the features that deepstack adds after
     layers of the language model.
@@ -204,6 +249,8 @@ class QwenVision(VisionFamily):
             self.module, self.hidden_size = _Qwen2VLModel(config.hf), vision.hidden_size
         elif config.hf.model_type == "qwen2_5_vl":
             self.module, self.hidden_size = _Qwen2_5_VLModel(config.hf), vision.out_hidden_size
+        elif config.hf.model_type.startswith("qwen3_5"):
+            self.module, self.hidden_size = _Qwen3_5Model(config.hf), vision.out_hidden_size
         else:
             indexes = list(vision.deepstack_visual_indexes)
             if indexes != sorted(set(indexes) & set(range(vision.depth))):
@@ -231,6 +278,8 @@ def family_of(config: VisionConfig) -> VisionFamily:
     families: dict[type[VisionConfig], Callable[[VisionConfig], VisionFamily]] = {
         LlavaConfig: LlavaVision,
         AnyresConfig: LlavaNextVision,
+        Gemma3VisionConfig: Gemma3Vision,
+        Gemma4VisionConfig: Gemma4Vision,
         InternVLConfig: InternVLVision,
         PixtralConfig: PixtralVision,
         QwenConfig: QwenVision,
@@ -270,6 +319,21 @@ class _LlavaOnevisionModel(modeling_llava_onevision.LlavaOnevisionModel):
         """Returns the rows of each image; arguments as for `_LlavaNextModel.pack`."""
         ratio = self.config.vision_aspect_ratio
         return self.pack_image_features(images, sizes, self.image_newline, ratio)[0]
+
+
+class _Gemma3Model(modeling_gemma3.Gemma3Model):
+    def __init__(self, config: Any) -> None:
+        modeling_gemma3.Gemma3PreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = modeling_gemma3.Gemma3MultiModalProjector(config)
+
+
+class _Gemma4Model(modeling_gemma4.Gemma4Model):
+    def __init__(self, config: Any) -> None:
+        modeling_gemma4.Gemma4PreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        vision, text = config.vision_config, config.text_config
+        self.embed_vision = modeling_gemma4.Gemma4MultimodalEmbedder(vision, text)
 
 
 class _InternVLModel(modeling_internvl.InternVLModel):
@@ -312,6 +376,14 @@ class _Qwen3VLModel(modeling_qwen3_vl.Qwen3VLModel):
     def __init__(self, config: Any) -> None:
         modeling_qwen3_vl.Qwen3VLPreTrainedModel.__init__(self, config)
         self.visual = modeling_qwen3_vl.Qwen3VLVisionModel._from_config(config.vision_config)
+
+
+class _Qwen3_5Model(modeling_qwen3_5.Qwen3_5Model):
+    """The tower's code is the same with experts in the language model."""
+
+    def __init__(self, config: Any) -> None:
+        modeling_qwen3_5.Qwen3_5PreTrainedModel.__init__(self, config)
+        self.visual = modeling_qwen3_5.Qwen3_5VisionModel._from_config(config.vision_config)
 
 
 def _stop_at_features(config: Any) -> int:

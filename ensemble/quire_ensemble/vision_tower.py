@@ -212,10 +212,10 @@ def _build(path: Path, config: VisionConfig, dtype: torch.dtype, device: torch.d
 
 def _targets(family: VisionFamily) -> dict[str, torch.Tensor]:
     targets: dict[str, torch.Tensor] = {}
-    for own, parameter in family.module.named_parameters():
+    for own, tensor in family.module.state_dict(keep_vars=True).items():  # buffers that are stored too
         name = family.name_of(own)
         assert name is not None and name not in targets, f"{own} is no parameter of a vision part"
-        targets[name] = parameter
+        targets[name] = tensor
     return targets
 
 

@@ -28,6 +28,7 @@ def attention_facts(
     max_query_len: int = 1,
     *,
     sinks: bool = False,
+    joint: bool = False,
 ) -> dict[str, Any]:
     """Returns the facts, besides device and type, by which an implementation of `ops.paged_attention` is
     chosen."""
@@ -40,6 +41,7 @@ def attention_facts(
         "softcap": softcap is not None,
         "sinks": sinks,
         "long_queries": max_query_len > SHORT_QUERY,
+        "joint": joint,
     }
 
 
@@ -67,6 +69,9 @@ class AttentionMetadata:
     """Number of new tokens of each sequence, on the host, so that CPU code and launch grids need no sync."""
     seq_lens_list: list[int]
     """seq_lens on the host."""
+    joint: torch.Tensor | None = None
+    """bool [num_seqs], on the host: whether a sequence's new tokens see each other in both directions, as an
+    image's tokens do in some models; None: no sequence's do."""
     interrupt: Callable[[torch.Tensor, Attend], torch.Tensor] | None = field(
         default=None, compare=False, repr=False
     )
@@ -111,6 +116,53 @@ class AttentionMetadata:
             self.shared_plans[key] = make()
         value: T = self.shared_plans[key]
         return value
+
+    def with_joint(self, spans: Sequence[tuple[int, int]]) -> AttentionMetadata:
+        """Returns the batch in which the tokens of each span see each other in both directions. Each span
+        becomes a sequence of its own, and so do the tokens before and after it.
+
+        Args:
+            spans: batch rows [begin, end) of each span, ascending. Each lies in one sequence.
+        """
+        begins = {begin for begin, _ in spans}
+        cuts = begins | {end for _, end in spans}
+        rows, query_lens, seq_lens, joint = [], [], [], []
+        start = 0
+        for row, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens_list, strict=True)):
+            stop = start + query_len
+            ends = sorted(cut for cut in cuts if start < cut < stop)
+            for end in (*ends, stop):
+                rows.append(row)
+                query_lens.append(end - start)
+                seq_lens.append(seq_len - (stop - end))
+                joint.append(start in begins)
+                start = end
+        device = self.seq_lens.device
+        return replace(
+            self,
+            query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_table=self.block_table[torch.tensor(rows, device=device)],
+            max_query_len=max(query_lens),
+            query_lens=query_lens,
+            seq_lens_list=seq_lens,
+            joint=torch.tensor(joint),
+            plans={},
+            shared_plans={},
+        )
+
+    def causal(self) -> AttentionMetadata:
+        """Returns the batch without joint sequences, for layers in which no token sees those after it."""
+        plain, outer = self, self.interrupt
+        if self.joint is not None:
+            plain = self.plan("causal", lambda: replace(self, joint=None, plans={}, shared_plans={}))
+        if outer is None:
+            return plain
+
+        def interrupt(query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            return outer(query, lambda query, meta: attend(query, meta.causal()))
+
+        return replace(plain, interrupt=interrupt)
 
     def chunked(self, size: int, block_size: int) -> AttentionMetadata:
         """Returns the batch for chunked attention, in which a token sees only tokens of its own chunk. A

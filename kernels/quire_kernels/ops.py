@@ -55,7 +55,8 @@ def paged_attention(
     mixture.
 
     Keys and values of the new tokens must already be in the cache (`write_kv`). The token at position p sees
-    the positions (p - sliding_window, p], or [0, p] without a window.
+    the positions (p - sliding_window, p], or [0, p] without a window. New tokens of a joint sequence
+    (`AttentionMetadata.joint`) also see all positions after their own.
 
     Args:
         query: [num_tokens, num_heads, head_dim].
@@ -109,6 +110,7 @@ def _attend(
         softcap,
         meta.max_query_len,
         sinks=sinks is not None,
+        joint=meta.joint is not None,
     )
     # Implementations without sinks need not know of them: their predicates refuse these calls.
     others = () if sinks is None else (sinks,)

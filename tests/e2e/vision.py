@@ -57,6 +57,7 @@ class WholeModel:
     def _features(self, inputs: dict[str, Any]) -> list[torch.Tensor]:
         """Rows of each image."""
         tiles = inputs.pop("num_patches", None)
+        inputs.pop("num_soft_tokens_per_image", None)
         features = self.model.get_image_features(**inputs).pooler_output
         if tiles is None:
             return list(features)
@@ -69,6 +70,8 @@ class WholeModel:
         count = len(features[index])
         if self.model.config.model_type == "internvl":
             names = ["<img>", *[image] * count, "</img>"]
+        elif self.model.config.model_type == "gemma4":
+            names = ["<|image>", *[image] * count, "<image|>"]
         elif self.model.config.vision_config.model_type == "pixtral":
             lines, columns = (int(n) // self._settings["patch_size"] for n in inputs["image_sizes"][index])
             assert lines * columns == count
@@ -89,6 +92,8 @@ class WholeModel:
     ) -> tuple[list[int], torch.Tensor]:
         """The answer, and log-probabilities of all tokens at each of its places."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if self.model.config.model_type == "gemma3":
+            return self._answer(self._gemma3_inputs(text, images), max_tokens)
         starts = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
         short = self.tokenizer(text, add_special_tokens=not starts)["input_ids"]
         inputs: dict[str, Any] = {}
@@ -107,15 +112,26 @@ class WholeModel:
             else:
                 token_ids += self._expanded(next(rest), features, inputs)
         ids = torch.tensor([token_ids])
-        if "qwen" in self.model.config.model_type:
+        if self.model.config.model_type == "gemma4" or "qwen" in self.model.config.model_type:
             inputs["mm_token_type_ids"] = (ids == self.image_token).int()
+        return self._answer({"input_ids": ids, **inputs}, max_tokens)
+
+    def _gemma3_inputs(self, text: str, images: Sequence[bytes]) -> dict[str, Any]:
+        """Of its processor, whose texts for images are tokenized together with what is beside them."""
+        from transformers import Gemma3Processor
+
+        count = self.model.config.mm_tokens_per_image
+        whole = Gemma3Processor(self.processor, self.tokenizer, image_seq_length=count)
+        decoded = [Image.open(io.BytesIO(image)) for image in images]
+        return dict(whole(text=text, images=decoded or None, return_tensors="pt"))
+
+    def _answer(self, inputs: dict[str, Any], max_tokens: int) -> tuple[list[int], torch.Tensor]:
+        ids = inputs["input_ids"]
         out = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            **inputs | {"attention_mask": torch.ones_like(ids)},
             max_new_tokens=max_tokens,
             output_logits=True,
             return_dict_in_generate=True,
-            **inputs,
         )
         return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits).log_softmax(-1)
 

@@ -107,9 +107,11 @@ def dense(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    joint: tuple[tuple[int, int], ...] = (),
 ) -> torch.Tensor:
-    """Attention of each sequence by itself, with the whole score matrix, in float64."""
-    options = str((sliding_window, softcap, sinks))
+    """Attention of each sequence by itself, with the whole score matrix, in float64. `joint`: batch rows of
+    tokens that see each other."""
+    options = str((sliding_window, softcap, sinks, joint))
     if options in case.expected:
         return case.expected[options]
     results, start = [], 0
@@ -125,6 +127,10 @@ def dense(
         rows = torch.arange(key.shape[0] - query_len, key.shape[0], device=key.device)[:, None]
         columns = torch.arange(key.shape[0], device=key.device)[None, :]
         seen = columns <= rows
+        offset = start - key.shape[0]  # of batch rows to positions
+        for begin, end in joint:
+            inside = [(one >= begin - offset) & (one < end - offset) for one in (rows, columns)]
+            seen |= inside[0] & inside[1]
         if sliding_window is not None:
             seen &= columns > rows - sliding_window
         scores = scores.masked_fill(~seen, float("-inf"))
@@ -441,6 +447,38 @@ def test_chunks_are_sequences_of_their_own(lengths: list[tuple[int, int]]) -> No
             expected = torch.einsum("gks,skd->gkd", weights, values.double()).transpose(0, 1).flatten(0, 1)
             torch.testing.assert_close(out[row].double(), expected, atol=2e-5, rtol=2e-5)
             row += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "kv_dtype"),
+    every_implementation(
+        "paged_attention", (torch.float32, torch.bfloat16), kv_dtypes=(None, torch.int8), joint=True
+    ),
+)
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_tokens_of_a_span_see_each_other(
+    name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int | None
+) -> None:
+    """Spans at the beginning, in the middle and at the end of new tokens, one short, one longer than a tile;
+    beside sequences without. What is in no span has the bits of a batch without spans."""
+    lengths, spans = ((30, 90), (1, 7), (70, 70), (600, 640)), ((0, 10), (12, 15), (60, 101), (103, 690))
+    case = same_case(lengths, dtype=dtype, kv_dtype=kv_dtype, device=device)
+    with forced("paged_attention", name):
+        causal = case.run(sliding_window=window)
+        meta = case.meta.with_joint(spans)
+        out = ops.paged_attention(case.query, case.kv_layer, meta, scale=case.scale, sliding_window=window)
+        plain = ops.paged_attention(
+            case.query, case.kv_layer, meta.causal(), scale=case.scale, sliding_window=window
+        )
+    expected = dense(case, window, joint=spans)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    inside = torch.zeros(len(out), dtype=torch.bool)
+    for begin, end in spans:
+        inside[begin:end] = True
+    if name == "reference":
+        torch.testing.assert_close(plain, causal, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    else:
+        assert torch.equal(out[~inside], causal[~inside]) and torch.equal(plain, causal)
 
 
 def test_kv_groups_share_plans_and_not_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -703,6 +703,15 @@ def test_a_model_of_text_refuses_images_and_no_other_embeddings(monkeypatch: pyt
     assert parse(None, {"input_ids": ids}).embeds is None
 
 
+def test_only_tokens_of_images_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, ids = np.ones((3, 8), np.float32), np.array([1, 2, 2, 2, 3], np.int32)
+    image = {"input_ids": ids, "image_embeds": rows, "image_spans": np.array([[1, 3]], np.int32)}
+    assert not parse(None, image).embeds.is_joint
+    monkeypatch.setitem(globals(), "INFO", msgspec.structs.replace(INFO, has_joint_images=True))
+    assert parse(None, image).embeds.is_joint
+    assert not parse(None, {"prompt_embeds": rows}).embeds.is_joint
+
+
 @pytest.mark.parametrize(("low", "high", "fits"), [(0, 63, True), (0, 64, False), (-1, 5, False)])
 def test_positions_are_those_of_the_longest_sequence(
     low: int, high: int, fits: bool, monkeypatch: pytest.MonkeyPatch

@@ -165,10 +165,10 @@ def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_tower_is_unknown_is_served_as_text(tmp_path: Path) -> None:
-    """Qwen3.5 has a vision part that nothing here computes; images are refused."""
-    checkpoint = make_checkpoint("qwen3_5", tmp_path / "checkpoint")
+    """Llama 4 has a vision part that nothing here computes; images are refused."""
+    checkpoint = make_checkpoint("llama4", tmp_path / "checkpoint")
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "qwen3_5", "vision_config": {"model_type": "qwen3_5"}}
+    config |= {"model_type": "llama4", "vision_config": {"model_type": "llama4_vision_model"}}
     (checkpoint / "config.json").write_text(json.dumps(config))
     build_repository(checkpoint, tmp_path / "out")
     names = {"tokenizer", "generator", "generator_unary", "chat", "chat_unary"}

@@ -8,11 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import EmbedsMessage
 from quire.engine.shared_array import SharedArray, SharedBuffer
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.request.multimodal import PromptEmbeds, check_spans, content_hashes
@@ -104,6 +108,22 @@ def test_rows_of_a_chunk_and_what_the_prefix_cache_tells_images_by() -> None:
     placed = PromptEmbeds(ROWS, spans, embeds.hashes, np.arange(30, dtype=np.int32).reshape(3, 10))
     assert placed.key_of(0, 4) != embeds.key_of(0, 4)
     assert placed.position_delta == 30 - 10
+
+
+def test_joint_spans_are_not_cut_and_are_told_from_others() -> None:
+    spans = ((2, 3), (8, 1))
+    hashes = content_hashes(ROWS, spans)
+    buffer = SharedBuffer(ROWS)
+    message = EmbedsMessage(buffer.descriptor(), list(spans), hashes, is_joint=True)
+    request: Any = SimpleNamespace(prompt_token_ids=[1] * 10)
+    loop: Any = SimpleNamespace(info=SimpleNamespace(embeds_size=3))
+    joint = EngineLoop._open_embeds(loop, request, message)
+    plain = PromptEmbeds(ROWS, spans, tuple(hashes))
+    assert [joint.last_cut(0, end) for end in range(1, 11)] == [1, 2, 2, 2, 5, 6, 7, 8, 9, 10]
+    assert [joint.last_cut(3, end) for end in (4, 5)] == [3, 5], "the beginning is in the prefix cache"
+    assert [plain.last_cut(0, end) for end in range(1, 11)] == list(range(1, 11))
+    assert joint.key_of(0, 4) != plain.key_of(0, 4), "other keys and values"
+    assert joint.key_of(5, 8) == plain.key_of(5, 8) == b"", "the same text"
 
 
 @pytest.mark.parametrize("kind", ["rows", "file", "pipe", "short"])

@@ -21,6 +21,8 @@ from quire_ensemble.tokenizer import Tokenizer
 from quire_ensemble.vision import VisionProcessor, VisionPrompt
 from quire_ensemble.vision_tower import VisionTower
 from tests.e2e.vision import WholeModel, picture
+from tests.fixtures.graphs import recorded_steps
+from tests.fixtures.runner_of import runner_of
 from tests.fixtures.vision_checkpoints import OTHER_KINDS, VISION_KINDS, make_vision_checkpoint
 
 MAX_TOKENS = 12
@@ -36,6 +38,7 @@ class Pipeline:
         self.tower = VisionTower(path, device="cpu", num_threads=1)
         torch.set_num_threads(threads)
         self.llm = LLM(path, dtype="float32", **{"max_model_len": 512, "num_blocks": 256, **options})
+        self.is_joint = self.llm.core.info.has_joint_images
 
     def embeds(self, prompt: VisionPrompt) -> PromptEmbeds | None:
         """What the generator makes of a prompt, once its images are encoded."""
@@ -45,7 +48,7 @@ class Pipeline:
         self.tower.check(prompt.pixel_values, prompt.image_grid)
         rows = np.concatenate(self.tower.encode(prompt.pixel_values, prompt.image_grid))
         spans = tuple((int(start), int(count)) for start, count in prompt.image_spans)
-        return PromptEmbeds(rows, spans, tuple(content_hashes(rows, spans)), positions)
+        return PromptEmbeds(rows, spans, tuple(content_hashes(rows, spans)), positions, self.is_joint)
 
     def ask(self, messages: list[dict[str, Any]], images: list[bytes], params: SamplingParams) -> Any:
         prompt = self.processor.process(json.dumps(messages).encode(), None, images)
@@ -85,6 +88,37 @@ def test_answers_and_log_probabilities_are_those_of_transformers(kind: str, tmp_
     assert other.token_ids != answers[1], "the answer depends on the image"
 
 
+def test_recorded_pieces_know_which_layers_see_images_both_ways(tmp_path: Path) -> None:
+    """Of Gemma 4, those with a window: the others are causal."""
+    path = make_vision_checkpoint("gemma4_large", tmp_path / "gemma4_large")
+    images, messages = [picture(10, SIZES[0])], conversation(1, "look at 1")
+    with recorded_steps():
+        pipeline = Pipeline(path, max_num_seqs=4, async_scheduling=True)
+        output = pipeline.ask(messages, images, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+    assert output.token_ids == WholeModel(path).answer(messages, images, MAX_TOKENS)
+    assert runner_of(pipeline.llm.core).prompt_graphs.num_replays > 0
+
+
+def test_images_of_gemma_4_have_the_patches_of_transformers(tmp_path: Path) -> None:
+    path = make_vision_checkpoint("gemma4", tmp_path / "gemma4")
+    processor, whole = VisionProcessor(path, Tokenizer(path)), WholeModel(path)
+    for size in ((64, 48), (1, 1), (2, 3), (700, 31), (31, 700), (611, 409)):
+        image = picture(1, size)
+        expected = whole.processor(images=[Image.open(io.BytesIO(image))], return_tensors="np")
+        prompt = processor.process(None, b"a <|image|> b", [image])
+        places = expected["image_position_ids"][0]
+        is_patch = places[:, 0] >= 0
+        np.testing.assert_allclose(prompt.pixel_values, expected["pixel_values"][0][is_patch], atol=1e-5)
+        ((t, h, w),) = prompt.image_grid
+        assert places[is_patch].tolist() == [[x, y] for y in range(h) for x in range(w)] and t == 1
+        assert prompt.image_spans[0, 1] == expected["num_soft_tokens_per_image"][0] == h * w // 9
+        assert processor._num_patches(size, 0, True) == h * w
+    tower = VisionTower(path, device="cpu", num_threads=1)
+    for grid in ((1, 3, 4), (2, 3, 3), (1, 0, 3), (1, 303, 3)):
+        with pytest.raises(InputError, match=r"must be 1, and height and width multiples of 3 up to 300"):
+            tower.check(np.zeros((grid[1] * grid[2], 48), np.float32), np.array([grid]))
+
+
 def set_vision(name: str, value: Any) -> Any:
     return lambda config, _: config["vision_config"].update({name: value})
 
@@ -117,6 +151,32 @@ def set_processor(name: str, value: Any) -> Any:
         ("mistral3", set_processor("size", {"longest_edge": 113}), "must be an integer up to 112, got 113"),
         ("mistral3", set_vision("image_size", 111), "must be an integer up to 84, got 112"),
         ("mistral3", set_vision("model_type", "clip_vision_model"), "'clip_vision_model' is not supported"),
+        ("gemma3", lambda c, _: c.update(mm_tokens_per_image=8), "mm_tokens_per_image 8 must be the square"),
+        (
+            "gemma3",
+            lambda c, _: c.update(mm_tokens_per_image=16),
+            "mm_tokens_per_image 16 must be the square",
+        ),
+        (
+            "gemma3",
+            lambda c, _: c.update(mm_tokens_per_image=49),
+            "mm_tokens_per_image 49 must be the square",
+        ),
+        ("gemma3", lambda c, _: c.update(boi_token_index=70), r"no special tokens for \[70\]"),
+        ("gemma3", lambda c, _: c.update(eoi_token_index=70), r"no special tokens for \[513\]"),
+        ("gemma3", set_processor("do_pan_and_scan", True), "do_pan_and_scan true of the image processor"),
+        ("gemma4", set_vision("pooling_kernel_size", 2), "pooling_kernel_size is 3 in the image"),
+        ("gemma4", set_vision("pooling_kernel_size", 65), "pooling_kernel_size of the vision tower must be"),
+        (
+            "gemma4",
+            set_vision("position_embedding_size", 11),
+            "position_embedding_size 11 must be at least 12",
+        ),
+        ("gemma4", set_vision("position_embedding_size", 200), "images of up to 210 patches a side, at most"),
+        ("gemma4", lambda c, _: c.update(vision_config=None), "has no vision_config"),
+        ("gemma4", set_processor("patch_size", 8), "patch_size is 8 in the image processor and 4 in config"),
+        ("gemma4", set_processor("do_resize", False), "do_resize false of the image processor is not"),
+        ("gemma4", set_processor("max_soft_tokens", 71), "`max_soft_tokens` must be one of"),
         ("pixtral", set_processor("size", {"height": 56, "width": 56}), "longest_edge .*, got None"),
     ],
 )

@@ -62,7 +62,7 @@ def draw(kind: str, count: int, seed: int = 0) -> Images:
         shape = (int(grid[:, 0].sum()), 3 * IMAGE_SIZES[kind] ** 2)
     else:
         grid = np.array([QWEN_GRIDS[i % 3] for i in range(count)], np.int32).reshape(count, 3)
-        shape = (int(grid.prod(axis=1).sum()), 3 * 2 * (16 if kind == "qwen3_vl" else 14) ** 2)
+        shape = (int(grid.prod(axis=1).sum()), 3 * 2 * (16 if kind.startswith("qwen3") else 14) ** 2)
     return generator.standard_normal(shape, dtype=np.float32), grid
 
 

@@ -139,6 +139,9 @@ class Planner:
                     continue
             if self._computes_whole_prompts and count < request.num_missing:
                 continue  # the next step begins with it
+            count = self._whole_spans(request, count)
+            if not count:
+                continue
             if count > 1:
                 count = self._kv.align_row(request, count)
             block_ids = self._allocate_or_preempt(request, count)
@@ -184,10 +187,20 @@ class Planner:
                 if request.load_id is not None:
                     continue
                 count = min(request.num_missing, self._max_row_tokens, step.budget)
+                count = self._whole_spans(request, count)
+                if not count:
+                    continue  # it runs, and has a row once a step has room for it
                 count = kv.align_row(request, count)
                 block_ids = kv.allocate_slots(request, count)
                 assert block_ids is not None, f"{request} was admitted without room for it"
                 self._add_row(step, request, count, block_ids)
+
+    @staticmethod
+    def _whole_spans(request: Request, count: int) -> int:
+        """Returns how many of the next `count` tokens a row may have so that it cuts no joint span; 0: it
+        must wait for a step with more room."""
+        begin = request.num_computed_tokens
+        return count if request.embeds is None else request.embeds.last_cut(begin, begin + count) - begin
 
     def _is_full(self, step: Step) -> bool:
         """Returns whether the step can take no further request; if so, sets `admission_blocked_by`."""

@@ -187,6 +187,7 @@ class Scheduler:
             )
         check_choices(request.sampling_params, self.config.max_num_seqs)
         self._check_beams(request)
+        self._check_joint_spans(request)
         now = roster.clock()
         self._admission.set_default_deadlines(request)
         has_room = self.kv.num_free_blocks >= self.kv.num_blocks_for(request.num_tokens)
@@ -215,6 +216,23 @@ class Scheduler:
         self.transfers.prefetch(request)
         if roster.trace is not None:
             roster.trace.on_arrival(request)
+
+    def _check_joint_spans(self, request: Request) -> None:
+        """Raises InvalidArgumentError for a joint span that might never fit into a step, beside a row of each
+        other sequence."""
+        if request.embeds is None or not request.embeds.is_joint:
+            return
+        config = self.config
+        others = (config.max_num_seqs - 1) * (1 + config.num_draft_tokens)
+        most = min(config.max_row_tokens, config.max_num_batched_tokens - others)
+        longest = max((length for _, length in request.embeds.spans), default=0)
+        if longest > most:
+            raise InvalidArgumentError(
+                "image_spans",
+                f"an image of {longest} tokens, which one step must compute together, at most {most} are "
+                f"allowed (max_num_batched_tokens {config.max_num_batched_tokens} less the tokens of other "
+                "sequences, by max_num_seqs and num_draft_tokens; max_prefill_tokens_per_request)",
+            )
 
     def _check_beams(self, request: Request) -> None:
         """Raises InvalidArgumentError for a beam search whose beams at full length need more blocks than the

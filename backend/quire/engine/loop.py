@@ -417,7 +417,9 @@ class EngineLoop:
             positions = np.frombuffer(given.position_ids, dtype=np.int32).reshape(3, num_tokens)
         if width != self.info.embeds_size or len(given.hashes) != len(given.spans):
             raise InvalidArgumentError("image_embeds", "do not fit the model or their spans")
-        return PromptEmbeds(given.embeds.open(), tuple(given.spans), tuple(given.hashes), positions)
+        return PromptEmbeds(
+            given.embeds.open(), tuple(given.spans), tuple(given.hashes), positions, given.is_joint
+        )
 
     def _unwatch(self, identity: bytes) -> None:
         pidfd = self._frontend_pidfds.pop(identity, None)
@@ -481,6 +483,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         deepstack_levels=info.deepstack_levels,
         takes_position_ids=info.takes_position_ids,
         accepts_image_embeds=info.accepts_image_embeds,
+        has_joint_images=info.has_joint_images,
         pooling=info.pooling,
         num_blocks=info.num_blocks,
         block_size=core.config.cache.tokens_per_block,

@@ -34,6 +34,7 @@ class EmbedsMessage(msgspec.Struct, frozen=True):
     spans: list[tuple[int, int]]
     hashes: list[str]
     position_ids: bytes = b""
+    is_joint: bool = False
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
@@ -126,6 +127,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     again."""
     accepts_image_embeds: bool = True
     """Whether requests may give `image_embeds`."""
+    has_joint_images: bool = False
+    """Whether the tokens of an image see each other in both directions."""
 
     pooling: Pooling = Pooling()
     """How prompts are pooled to embeddings or scores."""

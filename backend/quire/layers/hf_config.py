@@ -44,6 +44,7 @@ _OUTER_KEYS = (
     "quantization_config",
     "eos_token_id",
     "vision_config",
+    "image_token_id",
 )
 """Keys outside `text_config` that `HFConfig.read` adds to those of the text part."""
 

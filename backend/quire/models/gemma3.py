@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2's layers with QK-norm. Layers with a window have another rotary embedding than the
+"""Gemma 3: Gemma 2's layers with QK-norm. Layers with a window have another rotary embedding than the
 others."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(VisionLanguageModel, Gemma3ForCausalLM):
-    """Gemma 3's text part. Images are not supported, as attention among an image's tokens is
-    bidirectional."""
+    """The text part of a Gemma 3 model with a tower. The tokens of an image see each other in both
+    directions. A window hides what lies before it, and nothing after a token."""
 
-    accepts_image_embeds = False
+    has_joint_images = True

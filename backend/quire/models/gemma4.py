@@ -1,4 +1,4 @@
-"""Gemma 4, text. Head sizes differ by kind of layer. In some models the last layers share keys and values
+"""Gemma 4. Head sizes differ by kind of layer. In some models the last layers share keys and values
 with earlier ones, and each layer has an input of its own."""
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Gemma4Config(DecoderConfig):
     widens_shared: bool
     """Whether the layers that share KV have a feed-forward part of twice the size."""
     per_layer_vocab_size: int
+    image_token_id: int | None
+    """Placeholder of images; None: the model has no tower."""
+    pad_token_id: int
+    """Token whose per-layer inputs an image's tokens have."""
+    has_joint_images: bool
+    """Whether the tokens of an image see each other in both directions, in layers with a window."""
 
     @property
     def input_sizes(self) -> dict[str, int]:
@@ -105,6 +111,8 @@ class Gemma4Attention(nn.Module):
         """Maps [num_tokens, hidden_size] to the same shape. Writes the new tokens' keys and values to the
         cache, unless the layer reads those of another."""
         cos, sin, kv_layer, meta = context.cos, context.sin, context.kv_layer, context.meta
+        if self.sliding_window is None:
+            meta = meta.causal()
         heads = self.qkv(x, context.adapters).unflatten(1, (-1, self.head_dim))
         query = ops.rope(self.q_norm(heads[:, : self.num_heads].contiguous()), cos, sin)
         if self.writes:
@@ -176,6 +184,7 @@ class Gemma4ForCausalLM(DecoderModel):
     always has full attention. Models with experts (26B-A4B) are refused."""
 
     layer_class = Gemma4Layer
+    has_tower = False
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -223,6 +232,9 @@ class Gemma4ForCausalLM(DecoderModel):
             num_shared=hf.whole("num_kv_shared_layers", 0, most=count - 1),
             widens_shared=hf.flag("use_double_wide_mlp", False),
             per_layer_vocab_size=hf.require_int("vocab_size_per_layer_input", 262_144),
+            image_token_id=hf.require_int("image_token_id", 258_880) if cls.has_tower else None,
+            pad_token_id=hf.whole("pad_token_id", 0),
+            has_joint_images=cls.has_tower and hf.get("use_bidirectional_attention") == "vision",
         )
         kinds = {window is None for window in windows[: count - config.num_shared]}
         if kinds != {window is None for window in windows}:
@@ -234,6 +246,7 @@ class Gemma4ForCausalLM(DecoderModel):
     def make_parts(self, config: DecoderConfig) -> None:
         """See DecoderModel."""
         assert isinstance(config, Gemma4Config)
+        self.has_joint_images = config.has_joint_images
         size, total = config.per_layer_size, config.num_layers * config.per_layer_size
         if not size:
             return
@@ -251,7 +264,11 @@ class Gemma4ForCausalLM(DecoderModel):
         if not size:
             return x
         projected = (self.projection(x) * self.config.hidden_size**-0.5).unflatten(1, (-1, size))
-        own = self.embed_tokens_per_layer(inputs.input_ids).view(projected.shape)
+        assert isinstance(self.config, Gemma4Config)
+        ids, image = inputs.input_ids, self.config.image_token_id
+        if image is not None:
+            ids = ids.masked_fill(ids == image, self.config.pad_token_id)
+        own = self.embed_tokens_per_layer(ids).view(projected.shape)
         mixed = (self.per_layer_projection_norm(projected) + own) * 2**-0.5
         return torch.cat([x, mixed.flatten(1)], 1)
 
@@ -302,9 +319,9 @@ def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConf
 
 
 class Gemma4ForConditionalGeneration(VisionLanguageModel, Gemma4ForCausalLM):
-    """Gemma 4's text part. Images are not supported."""
+    """The text part of a Gemma 4 model with towers. That for audio is not supported."""
 
-    accepts_image_embeds = False
+    has_tower = True
 
     def ignores(self, name: str) -> bool:
         """See DecoderModel."""

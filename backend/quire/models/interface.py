@@ -66,8 +66,10 @@ class Model(Protocol):
     """KV groups: layers that share a block table. `ForwardInputs.metas` has one AttentionMetadata per
     group."""
     accepts_image_embeds: bool = True
-    """Whether requests may give `image_embeds`. False: the family computes text only, for example because
-    images need more than embeddings (positions with three axes, attention in both directions)."""
+    """Whether requests may give `image_embeds`. False: the family computes text only."""
+
+    has_joint_images: bool = False
+    """Whether the tokens of an image see each other in both directions."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         """Makes the model, its weights uninitialised.

@@ -1,4 +1,5 @@
-"""Qwen3.5, text: Qwen3-Next's layers, with or without experts. Each projection has a tensor of its own."""
+"""Qwen3.5: Qwen3-Next's layers, with or without experts. Each projection has a tensor of its own. With a
+tower, positions have three axes (interleaved M-RoPE)."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from quire.layers.hf_config import HFConfig
 from quire.models.qwen3_moe import qwen_experts
 from quire.models.qwen3_next import HybridModel
 from quire.models.stacked_experts import split_experts
-from quire.models.vision_language import VisionLanguageModel
+from quire.models.vision_language import VisionLanguageModel, check_interleaved_mrope
 from quire_common.weight_files import NamedTensor
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Qwen3_5ForCausalLM(HybridModel):
-    """Plain rotary embedding stands in for M-RoPE: only text is served, whose positions are equal on all
+    """The text model, in which plain rotary embedding stands in for M-RoPE: positions of text are equal on all
     axes."""
 
     interleaved = False
@@ -28,6 +29,9 @@ class Qwen3_5ForCausalLM(HybridModel):
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> HybridConfig:
         """See DecoderModel."""
         config = super().parse_config(hf.with_defaults(num_key_value_heads=4), dtype)
+        if cls.accepts_image_embeds:
+            check_interleaved_mrope(hf, config.rope)
+            return config
         rope = dataclasses.replace(config.rope, mrope_section=None, mrope_interleaved=False)
         return HybridConfig(**vars(config) | {"rope": rope})
 
@@ -60,9 +64,12 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(VisionLanguageModel, Qwen3_5ForCausalLM):
-    """Qwen3.5's text part. The vision tower is not loaded, and images are refused."""
+    """The text part of a Qwen3.5 model with a tower."""
+
+    accepts_image_embeds = True
 
 
 class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel, Qwen3_5MoeForCausalLM):
-    """The text part of a Qwen3.5 model with experts. The vision tower is not loaded, and images are
-    refused."""
+    """The text part of a Qwen3.5 model with experts and a tower."""
+
+    accepts_image_embeds = True

@@ -10,7 +10,7 @@ import torch
 from quire.layers.config import DecoderConfig
 from quire.layers.hf_config import HFConfig
 from quire.models.qwen3 import Qwen3ForCausalLM
-from quire.models.vision_language import VisionLanguageModel
+from quire.models.vision_language import VisionLanguageModel, check_interleaved_mrope
 
 
 class Qwen3VLForConditionalGeneration(VisionLanguageModel, Qwen3ForCausalLM):
@@ -23,9 +23,7 @@ class Qwen3VLForConditionalGeneration(VisionLanguageModel, Qwen3ForCausalLM):
         hf = hf.with_defaults(rope_theta=500_000.0, head_dim=128)
         # transformers reads no window here.
         config = super().parse_config(hf.replace(use_sliding_window=False, layer_types=None), dtype)
-        rope = config.rope
-        if rope.mrope_section is None or not rope.mrope_interleaved:
-            raise hf.error("rope parameters have no mrope_section that is interleaved (mrope_interleaved)")
+        check_interleaved_mrope(hf, config.rope)
         vision = hf.get("vision_config", {})
         indexes = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
         if not isinstance(indexes, list) or not len(indexes) < config.num_layers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quire.layers.hf_config import HFConfig
+from quire.layers.rotary import RopeConfig
 from quire.models.decoder import DecoderModel
 
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")
@@ -28,3 +30,9 @@ class VisionLanguageModel(DecoderModel):
     def ignores(self, name: str) -> bool:
         """See DecoderModel. Tensors of the vision part are ignored too."""
         return name.removeprefix("model.").startswith(_VISION_PARTS) or super().ignores(name)
+
+
+def check_interleaved_mrope(hf: HFConfig, rope: RopeConfig) -> None:
+    """Raises CheckpointError unless the rope has interleaved M-RoPE."""
+    if rope.mrope_section is None or not rope.mrope_interleaved:
+        raise hf.error("rope parameters have no mrope_section that is interleaved (mrope_interleaved)")

@@ -31,6 +31,9 @@ class PromptEmbeds:
     position_ids: npt.NDArray[np.int32] | None = None
     """[3, prompt tokens] (time, height, width) for models with M-RoPE; None: each position is the token's
     index."""
+    is_joint: bool = False
+    """Whether the tokens of a span see each other in both directions. One step then computes all of a span
+    that is not in the prefix cache."""
 
     @property
     def position_delta(self) -> int:
@@ -48,10 +51,18 @@ class PromptEmbeds:
             for (start, length), content_hash in zip(self.spans, self.hashes, strict=True)
             if start < end and start + length > begin
         ]
+        if parts and self.is_joint:
+            parts.append(b"&")
         if self.position_ids is not None:
             # Behind a mark, so that no positions read as the name of an image.
             parts += b"#", np.ascontiguousarray(self.position_ids[:, begin:end]).tobytes()
         return b"".join(parts)
+
+    def last_cut(self, begin: int, end: int) -> int:
+        """Returns where a row of tokens from `begin` on must end, at most at `end`, to cut no joint span.
+        `begin`: there is no such row."""
+        cut = [start for start, length in self.spans if start < end < start + length and self.is_joint]
+        return max(begin, cut[0]) if cut else end
 
     def rows_in(self, begin: int, end: int) -> list[tuple[int, Any]]:
         """Returns the rows for tokens [begin, end), one entry per image: (first token, rows for it and its

@@ -640,7 +640,8 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
     # What a client says of its images is not asked: a wrong hash would give others wrong text.
     hashes = content_hashes(raw.embeds.array, spans)
     packed = np.asarray(positions, dtype=np.int32).tobytes()
-    return EmbedsMessage(raw.embeds.descriptor(), spans, hashes, packed)
+    is_joint = info.has_joint_images and name == "image_embeds"
+    return EmbedsMessage(raw.embeds.descriptor(), spans, hashes, packed, is_joint)
 
 
 def _streams(control: Mapping[str, Any]) -> bool:

@@ -372,6 +372,9 @@ class InputBatch:
             meta.with_blocks(there[f"table {group}"], there[f"slots {group}"])
             for group in range(1, len(tables))
         )
+        metas = [meta, *others]
+        if joint := self._joint(given):
+            metas = [one.with_joint(joint) for one in metas]
         input_ids = there["tokens"]
         if unknown:
             places, owned = to_device(np.array(unknown).T, self.device).unbind()
@@ -381,7 +384,7 @@ class InputBatch:
             input_ids=input_ids,
             positions=there["positions"],
             kv_cache=self._kv_cache,
-            metas=[meta, *others],
+            metas=metas,
             embeds=self._embeds(given),
             adapters=self._adapters(scheduled, lens) if self.adapted else None,
             token_types=self._token_types(scheduled, starts) if self.embedded else None,
@@ -484,6 +487,16 @@ class InputBatch:
             axes[:, start:behind] = own
             axes[:, behind : start + item.num_scheduled_tokens] += embeds.position_delta
         return axes
+
+    @staticmethod
+    def _joint(given: list[tuple[PromptEmbeds, ScheduledRequest, int]]) -> list[tuple[int, int]]:
+        """Returns the batch rows [begin, end) of each joint span in this step."""
+        spans = []
+        for embeds, item, first in given:
+            begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+            for token, values in embeds.rows_in(begin, end) if embeds.is_joint else ():
+                spans.append((first + token - begin, first + token - begin + len(values)))
+        return spans
 
     def _embeds(
         self, given: list[tuple[PromptEmbeds, ScheduledRequest, int]]

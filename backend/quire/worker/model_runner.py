@@ -220,6 +220,7 @@ class ModelRunner:
             pooling=self._pooler.pooling,
             takes_position_ids=shape.rope.mrope_section is not None,
             accepts_image_embeds=self.model.accepts_image_embeds,
+            has_joint_images=self.model.has_joint_images,
             dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
             num_threads=self._num_threads,

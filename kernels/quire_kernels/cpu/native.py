@@ -179,4 +179,5 @@ def batch_struct(meta: AttentionMetadata) -> Structure:
         meta.slot_mapping.data_ptr(),
         len(meta.query_lens),
         meta.num_tokens,
+        None if meta.joint is None else meta.joint.data_ptr(),
     )

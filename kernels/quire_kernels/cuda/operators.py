@@ -109,7 +109,7 @@ register(
     _attention_probe,
     kernels.why_not_attend,
     _HALVES,
-    leaves=("long_queries",),
+    leaves=("long_queries", "joint"),
 )
 register("norm_rope_write", _kernels.norm_rope_write, _write_probe, kernels.why_not_write)
 register("write_kv", _kernels.write_kv, _write_probe, kernels.why_not_write)

@@ -105,7 +105,7 @@ def _why_not(
     dtypes=_HALVES,
     priority=PRIORITY,
     predicate=_why_not,
-    leaves=(_UNPLANNED,),
+    leaves=(_UNPLANNED, "joint"),
     is_recordable=False,
 )
 def paged_attention(

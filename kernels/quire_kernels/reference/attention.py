@@ -457,12 +457,16 @@ def _query_tiles(
         high = min(low + QUERY_TILE, seq_len)
         seen_to = np.arange(low, high) + 1
         seen_from = np.zeros_like(seen_to) if sliding_window is None else (seen_to - sliding_window).clip(0)
+        last = high
+        if meta.joint is not None and meta.joint[sequence]:
+            last = seq_len
+            seen_to[:] = last
         keys = []
-        for border in range(int(seen_from[0]) // step * step, high, step):
+        for border in range(int(seen_from[0]) // step * step, last, step):
             # Blocks wholly before the window are not read: they may be another sequence's by now.
             begin = max(border, int(seen_from[0]) // block_size * block_size)
-            end = min(border + step, -(-high // block_size) * block_size)
+            end = min(border + step, -(-last // block_size) * block_size)
             mask = _mask(np.arange(begin, end), seen_from, seen_to, meta.block_table.device)
-            keys.append(_Tile(slice(begin // block_size, end // block_size), mask, high - begin))
+            keys.append(_Tile(slice(begin // block_size, end // block_size), mask, last - begin))
         tiles.append(_QueryTile(sequence, start + offset, start + offset + high - low, keys))
     return tiles

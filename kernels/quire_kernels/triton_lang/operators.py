@@ -60,9 +60,15 @@ def register(
 
     devices = ("cuda", "cpu") if is_interpreted() else ("cuda",)
     priority = -PRIORITY if is_interpreted() else PRIORITY
-    implementation(operator, "triton", devices=devices, dtypes=dtypes, priority=priority, predicate=why_not)(
-        run
-    )
+    implementation(
+        operator,
+        "triton",
+        devices=devices,
+        dtypes=dtypes,
+        priority=priority,
+        predicate=why_not,
+        leaves=("joint",),
+    )(run)
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -108,7 +108,7 @@ void run(const Call<T>& call) {
   const int tile_tokens = std::max(Tile<T, KV>::tile_rows / groups, 1);
   auto is_decode = [&](int sequence) {
     int num_new = call.num_new(sequence);
-    return num_new == 1 || num_new * groups <= max_decode_rows;
+    return num_new == 1 || (num_new * groups <= max_decode_rows && !call.is_joint(sequence));
   };
   bool in_tiles = false;
 #if defined(__AMX_BF16__)
@@ -228,7 +228,8 @@ void run(const Call<T>& call) {
 }  // namespace attention
 
 // query and out: [num_tokens][num_heads][head_dim], tokens of the query `query_stride` elements apart; keys and values
-// of the new tokens are in the cache. The token at position p sees (p - window, p], or [0, p] if window is 0.
+// of the new tokens are in the cache. The token at position p sees (p - window, p], or [0, p] if window is 0; one of a joint
+// sequence also sees all positions after its own.
 // Scores are q . k * scale, or softcap * tanh(q . k * scale / softcap) if softcap is not 0. scale is positive. A head's sink,
 // if there are any, is one more score whose value is zero.
 template <class T>

@@ -66,6 +66,7 @@ struct Call {
   }
 
   int num_new(int sequence) const { return batch.query_start_loc[sequence + 1] - batch.query_start_loc[sequence]; }
+  bool is_joint(int sequence) const { return batch.joint && batch.joint[sequence]; }
   // First position that a token at `position` sees.
   int seen_from(int position) const { return window ? std::max(position - window + 1, 0) : 0; }
   // The softmax's exponents, as powers of two, are this times `scores` after `cap`.

@@ -467,6 +467,8 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
   const int groups = call.groups, rows = num_tokens * groups, num_blocks = (rows + row_block - 1) / row_block;
   const int32_t* blocks = call.batch.block_table + sequence * call.batch.block_table_stride;
   const int low = call.batch.seq_lens[sequence] - call.num_new(sequence) + first_token, high = low + num_tokens;
+  const bool is_joint = call.is_joint(sequence);
+  const int stop = is_joint ? call.batch.seq_lens[sequence] : high;  // behind what any of them sees
 
   Arithmetic tile(num_blocks, kv.head_dim);
   Softmax* states = scratch<States, Softmax>(num_blocks);
@@ -487,8 +489,8 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
                       : scratch<Weights, typename Arithmetic::Weight>(chunk * row_block);
   alignas(64) float key_scales[chunk], value_scales[chunk];
   const int seen_from = call.seen_from(low);
-  for (int start = seen_from / chunk * chunk; start < high; start += chunk) {
-    const int begin = std::max(start, seen_from), end = std::min(start + chunk, high);
+  for (int start = seen_from / chunk * chunk; start < stop; start += chunk) {
+    const int begin = std::max(start, seen_from), end = std::min(start + chunk, stop);
     const KV *keys[chunk], *values[chunk];
     locate(kv, blocks, head, 0, begin, end, keys);
     locate(kv, blocks, head, 1, begin, end, values);
@@ -503,7 +505,7 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
       // Positions of the block's rows, and what any of them sees of the chunk.
       const int first_row = b * row_block, last_row = std::min(first_row + row_block, rows) - 1;
       const int first = low + first_row / groups, last = low + last_row / groups;
-      const int from = std::max(begin, call.seen_from(first)), to = std::min(end, last + 1);
+      const int from = std::max(begin, call.seen_from(first)), to = is_joint ? end : std::min(end, last + 1);
       if (from >= to) continue;
       const int key_begin = (from - start) / key_step * key_step;
       const int key_end = (to - start + key_step - 1) / key_step * key_step;
@@ -513,10 +515,11 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
         if (is_quantized || call.softcap)
           for (int r = 0; r < row_block; r += width)
             store(row + r, call.cap(is_quantized ? mul(load(row + r), splat(key_scales[k])) : load(row + r)));
-        // The rows that see the key: from its own position on, until it leaves the window.
+        // The rows that see the key: from its own position on (all, if joint), until it leaves the window.
         const float hidden = -std::numeric_limits<float>::infinity();
         const int position = start + k;
-        if (position > first) std::fill(row, row + std::min((position - low) * groups - first_row, row_block), hidden);
+        if (is_joint ? position >= stop : position > first)
+          std::fill(row, row + (is_joint ? row_block : std::min((position - low) * groups - first_row, row_block)), hidden);
         if (call.window && call.window <= last - position)
           std::fill(row + std::max((position + call.window - low) * groups - first_row, 0), row + row_block, hidden);
       }

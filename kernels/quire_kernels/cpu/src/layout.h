@@ -31,6 +31,7 @@ struct Batch {
   int64_t block_table_stride;
   const int64_t* slot_mapping;     // [num_tokens]: block id * block_size + offset of each new token
   int32_t num_seqs, num_tokens;
+  const bool* joint;  // [num_seqs]: whether a sequence's new tokens see each other in both directions; null: no one's do
 };
 
 }  // namespace quire
