@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -117,6 +118,8 @@ class LLM:
         try:
             for prompt, one, image, plan, name in zip(batch, each, images, plans, names, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                if image is not None and self.core.info.has_joint_images:
+                    image = dataclasses.replace(image, is_joint=True)
                 request_id = f"llm-{next(self._ids)}"
                 chat = None if chats is None else chats[len(processors)]
                 one, new_answer = prepare_answer(self._chat_parsing, one, chat, check)

@@ -38,7 +38,6 @@ class Pipeline:
         self.tower = VisionTower(path, device="cpu", num_threads=1)
         torch.set_num_threads(threads)
         self.llm = LLM(path, dtype="float32", **{"max_model_len": 512, "num_blocks": 256, **options})
-        self.is_joint = self.llm.core.info.has_joint_images
 
     def embeds(self, prompt: VisionPrompt) -> PromptEmbeds | None:
         """What the generator makes of a prompt, once its images are encoded."""
@@ -48,7 +47,7 @@ class Pipeline:
         self.tower.check(prompt.pixel_values, prompt.image_grid)
         rows = np.concatenate(self.tower.encode(prompt.pixel_values, prompt.image_grid))
         spans = tuple((int(start), int(count)) for start, count in prompt.image_spans)
-        return PromptEmbeds(rows, spans, tuple(content_hashes(rows, spans)), positions, self.is_joint)
+        return PromptEmbeds(rows, spans, tuple(content_hashes(rows, spans)), positions)
 
     def ask(self, messages: list[dict[str, Any]], images: list[bytes], params: SamplingParams) -> Any:
         prompt = self.processor.process(json.dumps(messages).encode(), None, images)
