@@ -20,7 +20,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Qwen3_5ForCausalLM(HybridModel):
-    """The text model, in which plain rotary embedding stands in for M-RoPE: positions of text are equal on all
+    """The text model. Plain rotary embedding stands in for M-RoPE, as positions of text are equal on all
     axes."""
 
     interleaved = False
