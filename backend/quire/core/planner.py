@@ -25,7 +25,7 @@ class Planner:
     policy that preempts, urgent waiting requests are admitted first.
 
     When the pool is exhausted, the running request of the largest rank is preempted. The freed blocks are for
-    the running requests: a step that preempted admits waiting requests only if it has no rows otherwise.
+    the running requests: after a preemption, a step admits others only if it would have no rows otherwise.
 
     Args:
         max_model_len: most tokens of prompt and output together.
