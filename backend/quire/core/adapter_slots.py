@@ -19,13 +19,13 @@ class _Slot:
 
 class AdapterSlots:
     """Assigns adapters to the runner's slots. A request with an adapter runs only while the adapter has a
-    slot; it holds the slot until it is preempted or ends.
+    slot; it holds the slot until it stops running.
 
     Waiting requests ask in the order of the queue. If a request's adapter has no slot, it is promised the
     slot with the fewest holders among those not promised yet. Requests behind it may not begin with the
-    adapter in that slot, so the slot becomes free once its present holders have ended. Requests that need no
-    slot, or another slot, go on being admitted. Among slots without holders, the least recently used one is
-    reused.
+    adapter in that slot, so its holders become fewer; only a beam may still join running beams of its search.
+    Requests that need no slot, or another slot, go on being admitted. Among slots without holders, the least
+    recently used one is reused.
 
     Args:
         num_slots: number of adapter slots in the runner.

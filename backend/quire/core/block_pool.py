@@ -16,10 +16,10 @@ class BlockPool:
 
     A full block may carry the hash of its content, by which other requests find it. Blocks without references
     lie in doubly linked lists. The first list holds blocks without content; the others hold cached blocks,
-    one list per retention priority. Within a list, the least recently freed block comes first. The links are
-    two flat lists indexed by block id, followed by one sentinel per list. A block can therefore leave the
-    middle of a list in O(1), as a hit on an unreferenced cached block requires. The bits of an integer say
-    which lists are not empty.
+    one list per retention priority. Blocks enter a list at its end and are allocated from its front. The
+    links are two flat lists indexed by block id, followed by one sentinel per list. A block can therefore
+    leave the middle of a list in O(1), as a hit on an unreferenced cached block requires. The bits of an
+    integer say which lists are not empty.
 
     `num_free + num_cached + num_in_use == num_blocks` always.
 

@@ -149,8 +149,8 @@ class Drafter:
 
 
 def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
-    """Returns two arrays, both GRAM shorter than `token_ids`: the keys of all grams that a token follows,
-    ascending, equal keys in the order of the tokens; and the indices of the tokens that follow."""
+    """Returns two arrays with an entry for each gram that a token follows: the grams' keys, ascending, equal
+    keys in the order of the tokens; and the indices of the tokens that follow."""
     ids = np.array(token_ids, dtype=np.int64)
     keys = ids[:-GRAM] << 2 * _BITS | ids[1 : -GRAM + 1] << _BITS | ids[2 : -GRAM + 2]
     order = np.argsort(keys, kind="stable")
@@ -212,10 +212,10 @@ class StepCost:
 
 class DraftBudget:
     """Chooses how many drafts a step verifies: those that yield tokens at a higher rate than the step without
-    them.
+    them, and now and then one that seems too expensive, to learn whether its cost has changed.
 
     A draft costs as much as one more token in the step. It yields a token only if it and all drafts before it
-    are right. So a step with few rows verifies many drafts, and one with many rows verifies none.
+    are right. So a step with few rows verifies many drafts, and one with many rows few or none.
     """
 
     def __init__(self) -> None:

@@ -19,31 +19,31 @@ class KVCacheManager:
     """Keeps the block tables of the running requests, over one pool of blocks.
 
     Token i of a request lies, for the layers of group g, in block `block_ids(request)[g][i // block_size]` at
-    offset `i % block_size`. Requests with the same first tokens, images, cache salt and adapter share the
-    blocks of that prefix. A full block is found by the hash of its content and of all that precedes it, and
-    is never written again. A table only grows while it exists, and its older entries change only to
-    NULL_BLOCK, so the runner only needs the appended entries. A table has no more blocks than its tokens
-    need: at most `block_size - 1` slots of a sequence are unused. In a group with a window, blocks wholly
-    before the window are freed.
+    offset `i % block_size`. With prefix caching, requests with the same first tokens, images, positions,
+    cache salt and adapter can share the full blocks of that prefix. A full block is found by the hash of its
+    content and of all that precedes it; while it can be found, it is not written. A table only grows while it
+    exists, and its older entries change only to NULL_BLOCK, so the runner only needs the appended entries. A
+    table has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence are unused. In
+    a group with a window, blocks wholly before the window are freed.
 
     In a group of states a request holds one block, the last of its table, with the state after its computed
     tokens. The table's other blocks are NULL_BLOCK. Rows write the state in place, and its block moves to the
-    end of the table when the table grows. A state at a block boundary is a snapshot: it is shared and found
-    like a full block, and never written again. Its request continues in a copy, which the step makes before
-    it computes anything. A request without computed tokens begins with a zero state, whatever its block
-    contains.
+    end of the table when the table grows. A state at a block boundary is a snapshot: it can be shared and
+    found like a full block. Its request continues in a copy, which the step makes before it computes
+    anything. A request without computed tokens begins with a zero state, whatever its block contains.
 
     A block of keys and values can be found as soon as the step that fills it is planned. If some of its
-    tokens are still pending then, it can be found once a later row of its request is planned. Within one step
-    all keys and values of a layer are written before any are read, so a request in the same step can share
-    the block. A snapshot can be found once the next row of its request is planned, or its request has ended.
+    tokens are still pending then, it can be found once they are known and a later row of its request is
+    planned, or its request has ended. Within one step all keys and values of a layer are written before any
+    are read, so a request in the same step can share the block. A snapshot can be found once the next row of
+    its request is planned, or its request has ended.
 
     Args:
         groups: layers that need the same past, groups of states last; see `quire.models.kv_groups`.
         enable_prefix_caching: whether blocks can be found by their content.
         cache_ttl_s, max_pinned_fraction: as in CacheConfig.
         max_step_tokens: most tokens of one request in a step; bounds what a group with a window needs.
-        events: receives an event for each block of group 0 that is cached or evicted; None: no events.
+        events: learns which blocks of group 0 can be found, and which no longer; None: no events.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class KVCacheManager:
         return max(0, blocks_per_sequence(groups, num_tokens, self.block_size, chunk) - num_held)
 
     def plain_decode_until(self, request: Request) -> int:
-        """Returns the number of computed tokens up to which one-token rows leave this manager unchanged; 0:
-        even the next row may change it.
+        """Returns the number of computed tokens up to which one-token rows leave this manager unchanged. If
+        that is not above the present number (often 0), even the next row may change it.
 
         Up to that number each token has its slot, and no block leaves a window or, with prefix caching,
         becomes full. While `request.num_tokens` is below it,
@@ -258,8 +258,8 @@ class KVCacheManager:
     def find_prefix(
         self, request: Request, is_in_tier: Callable[[bytes], bool] | None = None
     ) -> CachedPrefix:
-        """Returns the longest prefix of the request whose blocks are all in the pool or in a KV tier; empty
-        without prefix caching.
+        """Returns the longest cached prefix of the request, in the pool or in a KV tier
+        (`PrefixLookup.find`); empty without prefix caching.
 
         Args:
             is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.
@@ -436,11 +436,11 @@ class KVCacheManager:
         return [list(blocks) for blocks in table.blocks] if table else [[] for _ in self.groups]
 
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
-        """Pins full blocks of the request's first `num_tokens` tokens under `name` until `deadline`, in place
-        of that pin's old blocks.
+        """Pins full blocks of the request's first `num_tokens` tokens under `name`, in place of that pin's
+        old blocks, until `deadline` or, if that is later, the pin's old deadline.
 
         `max_pinned_fraction` limits the number of blocks; the first ones are pinned. With groups of states,
-        the prefix up to its newest snapshot is pinned, with that snapshot.
+        the prefix up to its newest snapshot that can be found is pinned, with that snapshot.
 
         Returns:
             Number of tokens pinned.

@@ -69,9 +69,9 @@ def external_hash(content_hash: bytes) -> int:
 
 
 class KVEventCollector:
-    """Collects the events of blocks stored and removed until `pop_batch` returns them. A removed block joins
-    the latest event if that removes blocks. A stored block joins it if the last block that it stores is the
-    parent.
+    """Collects the events of blocks stored and removed until `pop_batch` returns them, or `all_cleared` drops
+    them. A removed block joins the latest event if that removes blocks. A stored block joins it if the last
+    block that it stores is the parent.
 
     The first batch begins with AllBlocksCleared, so that subscribers forget the blocks of an earlier engine
     at the same address.

@@ -21,10 +21,11 @@ long prompts are under way."""
 
 
 class Planner:
-    """Gives running requests their rows in the order of ranks, then admits waiting requests.
+    """Gives running requests their rows in the order of ranks, then admits waiting requests. Under a queue
+    policy that preempts, urgent waiting requests are admitted first.
 
-    When the pool is exhausted, the running request of the largest rank is preempted. No waiting request is
-    admitted after that in the step, because the freed blocks are for the running requests.
+    When the pool is exhausted, the running request of the largest rank is preempted. The freed blocks are for
+    the running requests: after a preemption, a step admits others only if it would have no rows otherwise.
 
     Args:
         max_model_len: most tokens of prompt and output together.

@@ -49,7 +49,8 @@ class Probation:
     lost time.
 
     Args:
-        num_draft_tokens: most drafts per step and request: an engine may be ahead by that many tokens more.
+        num_draft_tokens: most drafts per step and request: with each step in flight, an engine may be ahead
+            by that many tokens more.
     """
 
     def __init__(self, num_draft_tokens: int = 0) -> None:

@@ -25,12 +25,12 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
         and `num_more`. A request has `id` (the client's, at most MAX_NAME_LENGTH characters), `tenant`,
         `adapter`, `state`, `waits_for`, `position`, numbers of choices, tokens and preemptions, and `age_ms`.
 
-        `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: empty
-        if it has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its limit),
-        "adapter" (a slot or its weights), "queue" (requests before it), "seats" (a place in the batch),
-        "blocks" (room in the KV cache) or "step" (the next one). `position` counts the waiting sequences of
-        smaller rank, 0 for a running request; fair queueing and longest-prefix-first may still serve those
-        later.
+        `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: "load"
+        while loading, empty for other running requests, else "choices" (other sequences of its own), "tenant"
+        (its limit), "adapter" (a slot or its weights), "queue" (requests before it), "seats" (a place in the
+        batch), "blocks" (room in the KV cache) or "step" (the next one). `position` counts the waiting
+        sequences of smaller rank, 0 for a running request; fair queueing and longest-prefix-first may still
+        serve those later.
     """
     waiting = sorted(roster.queue, key=lambda request: request.rank)
     positions = {request.request_id: position for position, request in enumerate(waiting)}

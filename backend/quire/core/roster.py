@@ -188,10 +188,7 @@ class Roster:
 
     def restart(self) -> None:
         """Requeues running requests without a row in the runner, because shared blocks that they hold may be
-        invalid. If such a request is loading blocks, only its load is invalidated.
-
-        A running request without a row is loading blocks, got no tokens in the step that admitted it, or is a
-        fork whose blocks were to be copied.
+        invalid. For such a request that is loading blocks, calls `BlockTransfers.invalidate_load` instead.
         """
         for request in [request for request in self.running if not request.in_runner]:
             if request.load_id is not None:
@@ -235,7 +232,7 @@ class Roster:
         if the request asks for that. With `session_end`, releases its session's pin.
 
         Args:
-            is_external: whether it was ended from outside the scheduler; for the trace.
+            is_external: whether it was aborted, or ended by a deadline; for the trace.
         """
         has_tokens = request.load_id is None and request.num_computed_tokens > 0
         if request.status is RequestStatus.RUNNING and has_tokens:

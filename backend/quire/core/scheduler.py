@@ -51,14 +51,14 @@ class Scheduler:
 
     Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks.
     Only a request of a larger rank is preempted for them; it returns to the queue at the place of its rank.
-    From this follows
+    From this follows, but for the time in which a suspect of an engine's death runs alone (`Probation`),
     - no livelock: the first in rank may preempt all others and none may preempt it, and alone it always fits,
     because `max_model_len` is cut to what the pool holds;
     - no starvation under a policy by which each request becomes the first in rank, as all do with ageing;
-    - with mixed batches a decoding request is in every step: prompts leave room for those that decode behind
-    them, and a request joins only a step whose budget has satisfied all others. Two exceptions: if urgent
-    requests preempt, the prompt of a more urgent one goes before other requests' decoding; and a request
-    with pending tokens may wait until they are known.
+    - with mixed batches, while the pool has room, a decoding request is in every step: prompts leave room for
+    those that decode behind them, and a request joins only a step whose budget has satisfied all others.
+    Exceptions: if urgent requests preempt, the prompt of a more urgent one goes before other requests'
+    decoding; a request may wait for its pending tokens, and a beam for the others.
 
     The caller repeats schedule(), execution by a runner, update(); add_request() and abort() may come at any
     point between. If the execution fails, it calls fail() in place of update(). On a device that computes
@@ -166,10 +166,10 @@ class Scheduler:
             outputs: tokens so far of each open choice, by index; None: no output was reported.
 
         Raises:
-            InvalidArgumentError: its prompt or its choices can never be computed here, or its id is in use or
-                looks like the id of a choice.
-            UnavailableError: the queue is full, a quota used up, or the predicted wait too long; names the
-                limit.
+            InvalidArgumentError: its prompt or its choices might never fit here, or its id is in use or looks
+                like the id of a choice.
+            UnavailableError: the queue (of all, or of its tenant) is full, a quota used up, or the predicted
+                wait too long; names the limit.
         """
         assert request.status is RequestStatus.WAITING, request
         request_id, roster = request.request_id, self.roster
@@ -295,9 +295,9 @@ class Scheduler:
 
         Returns:
             One output per choice that has sampled, per prompt that was pooled, and per request with a row
-            that failed alone. A beam search has outputs only at its end. Requests that end here have freed
-            their blocks. Results for requests aborted since schedule() are ignored. An exception while a row
-            is processed ends only its request, with all its choices.
+            that failed alone or could not be processed; either ends that request, with all its choices. A
+            beam search has outputs only at its end. Requests that end here have freed their blocks. Results
+            for requests that have ended since schedule() are ignored.
         """
         step = self._in_flight.popleft()
         assert scheduler_output is step.output, (scheduler_output.step, step.output.step)

@@ -23,7 +23,7 @@ class SequenceGroup:
     """The sequences of a request that has several (`SamplingParams.num_sequences`).
 
     There is one sequence until the prompt is computed. Then every choice becomes a request of its own. The
-    choices share the full blocks of the prompt and are otherwise independent, except for their common id.
+    choices can share the full blocks of the prompt and are otherwise independent, except for their common id.
 
     Args:
         request: the first choice; before the fork it stands for all of them.

@@ -13,7 +13,7 @@ class Step:
     computed.
 
     `output.scheduled`, `requests` and `newly_cached` are parallel lists: running requests in the order of
-    their ranks, then those admitted in this step.
+    their ranks, then requests that were admitted after these got their rows.
     """
 
     __slots__ = ("begun", "budget", "newly_cached", "num_prefill_tokens", "output", "requests")

@@ -32,7 +32,8 @@ _SAMPLING_KEYS = {name: name for name in ("n", "best_of", "beam_width")}
 
 
 class SchedulerTrace:
-    """Collects one record per step, in `records` or as lines appended to a file.
+    """Collects one record per step, in `records` or as lines appended to a file. Events are records of their
+    own. A plan that was never executed joins the next record.
 
     A record holds
         step (its number), time (s on the scheduler's clock: when the step was planned), plan_s (seconds that
@@ -43,14 +44,16 @@ class SchedulerTrace:
             the fields of SchedulingParams and n, best_of, beam_width that are not at their defaults, and
             "in_flight": true if a step was being computed,
         ended: [[request_id, reason, in_flight, how many of `arrivals` came before]] for each request that was
-            ended from outside in that time,
+            aborted or ended by a deadline in that time,
         scheduled: [[request_id, num_computed_tokens, num_scheduled_tokens]],
         preempted: [request_id] for each request that this step's planning preempted,
         finished: [{"id", "reason", "output": number of tokens, "hash_ids": for the full blocks after those of
-            the prompt}] for each request that has ended since the previous record, for whatever reason,
+            the prompt}] for each request that has ended since the previous record, without beams that a
+            search dropped,
         end (s, when the step was done), num_free_blocks, num_running, num_waiting.
-    That is enough to make every call of the scheduler again: see benchmarks/simulator/replay.py. Choices with
-    rows of their own have ids of their own in scheduled, preempted, ended and finished.
+    benchmarks/simulator/replay.py makes the scheduler's calls again, but for refused requests and control
+    commands. It refuses traces with drafts, beam search, KV tiers, adapters or async_scheduling. Choices that
+    have forked have ids of their own, "id#index"; the first keeps the request's id, but in ended is "id#0".
 
     Args:
         path: the file to append to; None: records are kept in memory.

@@ -172,10 +172,10 @@ class BlockTransfers:
         self._saves = [save for save in self._saves if save.pinned]
 
     def swap_out(self, request: Request) -> bool:
-        """Plans to swap the request's blocks out to the host tier if `should_swap` says so and the tier has
-        room; returns whether it did.
+        """Plans to swap the request's blocks out to the host tier if the request may use tiers, `should_swap`
+        says so and the tier has room; returns whether it did.
 
-        It saves all the request's blocks, even those that others may keep in the pool.
+        It saves all blocks with computed tokens, even those that others may keep in the pool.
         """
         if self.tiers is None or not request.uses_tiers or not request.num_computed_tokens:
             return False

@@ -212,8 +212,8 @@ class AdapterRegistry:
 
     def poll(self) -> list[tuple[Adapter, QuireError]]:
         """Keeps the weights of finished reads, unloads leaving adapters that no request uses any more, and
-        answers the commands to load and unload that are done. Returns the registered adapters whose weights
-        could not be read again, each with the error."""
+        answers the commands to load and unload that are done. Returns the adapters whose weights could not be
+        read again, each with the error."""
         failed = []
         for adapter, future in [one for one in self._reads.items() if one[1].done()]:
             del self._reads[adapter]

@@ -41,8 +41,8 @@ class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="health"):
-    """Asks for the number of finished steps, which grows between two such commands in a healthy engine: an
-    idle one that is awake computes a token of its own.
+    """Asks for the number of finished steps, which keeps growing in a healthy engine that is awake: an idle
+    one computes a token of its own after each such command.
 
     The answer contains nothing of the cache, so this is allowed even if cache commands are not.
     """

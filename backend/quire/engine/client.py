@@ -47,8 +47,8 @@ class _Command:
 class EngineClient:
     """Sends messages to engines and receives their answers.
 
-    Each engine has a link of its own, and each request uses one link from its beginning to its end. The loss
-    of a link affects only its own requests.
+    Each engine has a link of its own, and each request uses one link from its beginning to its end. The death
+    of an engine affects only its link's requests, and the commands that it has not answered.
 
     One thread owns the client. Other threads may call only `wake`, `info` and `is_ready`.
 

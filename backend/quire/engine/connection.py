@@ -42,10 +42,10 @@ def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[En
     """Connects and registers this process with the supervisor's engine, which is started if there is none.
 
     An engine whose last frontend has just left ends without accepting new frontends; another one is started.
-    A stuck engine is killed here, because without another frontend no process watches it.
+    With a watchdog, a stuck engine is killed here, because without another frontend no process watches it.
 
     Raises:
-        QuireError: no engine can be started (`EngineSupervisor.ensure`), or the running one does not answer.
+        QuireError: no engine can be started (`EngineSupervisor.ensure`), or engines end or do not answer.
     """
     watchdog_s = supervisor.config.scheduler.watchdog_s
     for attempts_left in reversed(range(CONNECT_ATTEMPTS)):

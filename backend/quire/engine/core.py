@@ -1,6 +1,6 @@
 """EngineCore: accepts requests and returns token deltas, one step at a time.
 
-One thread owns it. It knows neither sockets nor text: `engine/loop.py` runs it in a process of its own,
+One thread owns it. It knows neither frontends nor text: `engine/loop.py` runs it in a process of its own,
 `quire.LLM` in the caller's process.
 """
 
@@ -178,8 +178,8 @@ class EngineCore:
                 than the KV cache can ever hold, or a parameter that the model or the configuration does not
                 allow.
             UnavailableError: the queue is full, a quota is used up, the predicted wait is too long, the
-                adapter is being unloaded, or the engine is asleep. A continued request is accepted until the
-                engine actually sleeps, because whoever asked for sleep could not know of it.
+                adapter is being unloaded, or the engine is asleep or about to sleep. A continued request is
+                accepted until the engine sleeps, because whoever asked for sleep could not know of it.
         """
         if self.is_asleep or (self._rest and not num_deaths):
             raise UnavailableError(self._rest)
@@ -244,15 +244,16 @@ class EngineCore:
 
         If the executor allows several steps in flight, a new one is launched before the oldest is waited for.
         Sampled tokens then stay on the device for the next step, and the host learns of them later. So a
-        request that ends has one row too many, whose result is dropped, and a new request waits for all steps
-        in flight.
+        request that ends by a stop token has one row too many, whose result is dropped, and a new request
+        waits for all steps in flight.
 
         An exception of the runner ends every request in the steps in flight with an error. The engine can
-        continue: the next step drops their rows from the runner.
+        continue: the next step drops their rows from the runner. A KeyboardInterrupt while a step is computed
+        ends these requests, too, and is raised again.
 
         Raises:
             WorkerLostError: a worker process has ended.
-            EngineError: MAX_FAILED_STEPS steps in a row have failed. After this or any other exception the
+            EngineError: MAX_FAILED_STEPS steps in a row have failed. After this or any other `Exception` the
                 engine is unusable; its requests are still open.
         """
         if self._is_broken:

@@ -83,8 +83,8 @@ class RunnerExecutor:
 
     Args:
         depth: most steps in flight when the oldest is waited for.
-        threaded: whether the runner works on a thread of its own; if not, it works on the caller's thread and
-            collect() returns when the step is done.
+        threaded: whether the runner computes on a thread of its own; if not, it computes on the caller's
+            thread, and collect() returns when the step is done.
     """
 
     def __init__(self, runner: Runner, *, depth: int = 1, threaded: bool = False) -> None:

@@ -8,8 +8,8 @@ DIR/config.json holds the configuration. It reports through DIR/state.json (`eng
 `ready` with the socket's address, `failed` with the reason in one line, or `stopped` after SIGTERM.
 
 The process ends when its last frontend has said goodbye or died, when its tritonserver has ended, on SIGTERM,
-and if no frontend comes in FIRST_FRONTEND_TIMEOUT_S. Frontends and server are watched by pidfds, without
-polling, and no process survives its owner.
+if no frontend comes in FIRST_FRONTEND_TIMEOUT_S, and when the engine is broken. Frontends and server are
+watched by pidfds, without polling.
 """
 
 from __future__ import annotations

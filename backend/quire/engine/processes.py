@@ -23,7 +23,7 @@ def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
     """Waits until a descriptor is readable; for a pidfd, until its process has ended. Returns False on
     timeout.
 
-    `select.select` refuses descriptors above 1023, which a frontend with many clients has.
+    `select.select` refuses descriptors above 1023, which a frontend with many clients may have.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)

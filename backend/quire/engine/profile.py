@@ -154,12 +154,13 @@ class StepProfile:
         }
 
     def _roofline(self) -> dict[str, Any]:
-        """Returns `limits`, `phases` and `computing`.
+        """Returns `limits` (None: not known), `phases` and `computing`.
 
-        `phases` holds for each kind of step: steps, rows, tokens, mean milliseconds of computing, rates and,
-        if the device's limits are known, `bound`. `computing` is the share of the time, from the first step
-        to the last, in which the device computed. The rest was spent on the host, or the engine was idle. If
-        the work of the model's steps is not known, `phases` is empty and `computing` 0.
+        `phases` holds for each kind of step that was timed: steps, rows, tokens, mean milliseconds of
+        computing, rates and, if the device's limits are known, `bound`. `computing` is the share of the time,
+        from the first step to the last, in which the device computed; None: no step was recorded. The rest
+        was spent on the host, or the engine was idle. If the work of the model's steps is not known, `phases`
+        is empty and `computing` 0.
         """
         limits = self._limits
         seconds = sum(kind.seconds for kind in self._kinds.values())

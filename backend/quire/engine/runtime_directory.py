@@ -200,8 +200,9 @@ class RuntimeDirectory:
         return Heartbeat(fd, watchdog_s or 0.0)
 
     def tidy(self, pid: int) -> None:
-        """Removes the files of engines, all of which must have ended. Keeps the final reports of the latest
-        one, with this pid, because its other frontends may not have read them yet."""
+        """Removes the sockets, suspects and heartbeats of engines, all of which must have ended, and
+        temporary files. Keeps suspects and heartbeat of the latest engine, with this pid, because its other
+        frontends may not have read them yet."""
         kept = {f"at-risk-{pid}", f"heartbeat-{pid}"}
         for name in os.listdir(self._fd):  # noqa: PTH208 (of the open one)
             if name.startswith(("at-risk-", "heartbeat-", "engine-", ".")) and name not in kept:

@@ -1,11 +1,11 @@
 """Starts the engine, and lets several frontends share one.
 
 Frontends of one tritonserver with equal engine configurations share an engine: the instances of a model
-(`instance_group count: N`), and other models over it, such as a non-decoupled variant. They meet in a
-directory named after the server's process and a hash of the configuration and of the state of the
-checkpoint's files. The frontend that gets the directory's lock first starts the engine; a frontend that finds
-the engine dead starts the next generation. So a model reloaded after its checkpoint changed gets a new
-engine, while other models keep the old weights.
+(`instance_group count: N`) on the same GPUs, and other models over it, such as a non-decoupled variant. They
+meet in a directory named after the server's process and a hash of the configuration, of the GPUs' variable
+and of the state of the checkpoint's files. The frontend that gets the directory's lock first starts the
+engine; a frontend that finds the engine dead starts the next generation. So a model reloaded after its
+checkpoint changed gets a new engine, while other models keep the old weights.
 """
 
 from __future__ import annotations

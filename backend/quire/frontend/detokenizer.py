@@ -1,8 +1,9 @@
 """IncrementalDetokenizer: token ids in, text that may be sent out; finds stop strings on the way.
 
-The contract is equality with the whole: the deltas of a request concatenate to exactly
+The contract is equality with the whole: up to a stop string, the deltas of a request concatenate to exactly
 `tokenizer.decode(output_ids)`, decoded without the prompt (so a SentencePiece tokenizer strips the first
-space, as it does there). Tokens pass three stages, each of which holds back what it cannot yet decide:
+space, as it does there). The one exception is long byte runs (`_MAX_BYTE_RUN`). Tokens pass three stages,
+each of which holds back what it cannot yet decide:
 
 1. decoding: a window of the newest tokens is decoded again together with new tokens (one at a time if there
    are stop strings). Text after the part that is already decided is new.

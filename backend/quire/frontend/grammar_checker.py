@@ -2,7 +2,7 @@
 
 The process is `python -m quire.frontend.grammar_checker DIRECTORY VOCAB_SIZE`. It answers each line, a
 StructuredOutput as JSON, with a line of JSON: the reason why the grammar is refused, or an empty text. A
-process that uses too much time or memory ends, and the next grammar starts another.
+process that uses far too much time, or too much memory, ends, and the next grammar starts another.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ class OutputProcessor:
 
         Returns:
             False: nothing was added, and `process` must be called. So it is for a first or last output, one
-            with log-probabilities or an error, with stop strings, after a pause, and when the pending tokens
-            reach `num_wanted` or must be decoded.
+            after the end, one with log-probabilities or an error, with stop strings, after a pause, and when
+            the pending tokens reach `num_wanted` or must be decoded.
         """
         num_tokens = len(self._token_ids) + len(output.new_token_ids)
         if (

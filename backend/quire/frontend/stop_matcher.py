@@ -57,7 +57,8 @@ class StopMatcher:
     """Finds the first stop string of one text that arrives in pieces.
 
     The first is the one that ends first; of several that end at the same place it is the longest. It does not
-    depend on how the text is cut into pieces. Cost is O(1) per character whatever the number of stop strings.
+    depend on how the text is cut into pieces. Cost is O(1) per character, amortised, for any number of stop
+    strings.
     """
 
     __slots__ = ("_automaton", "_node")

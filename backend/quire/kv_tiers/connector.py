@@ -50,8 +50,9 @@ class KVConnector(ABC):
     `drop`, `clear` and `stats` while a step waits, so these methods must not access a network or a disk. The
     transfer thread calls `load`, which may be slow.
 
-    Failures: a method may raise. `KVTiers` counts the failure, treats it as a miss and neither loads from the
-    store nor saves to it for a few seconds. So a lost store costs only recomputation.
+    Failures: a method may raise. `KVTiers` then counts the failure, treats it as a miss and neither loads
+    from the store nor saves to it for a few seconds. So a lost store costs only recomputation. (A failure of
+    `stats` only leaves them out.)
 
     A store named by the configuration key `kv_connector` as "module:Class" is built as
     `Class(block_bytes=..., fingerprint=..., **options)`, with the key's `options`. Blocks of another

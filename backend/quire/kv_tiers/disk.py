@@ -55,18 +55,19 @@ class DiskTier(KVConnector):
     """Stores the blocks of one model in files, and bounds the files of all models in the directory.
 
     Saved blocks wait in memory for a writer thread; they can be loaded meanwhile. Evictions and removals run
-    on the same thread, so only it changes the directory; loads only set modification times.
+    on the same thread, so once it runs only it writes and removes blocks; loads only set modification times.
 
     One process per fingerprint writes. Any other reads the blocks that existed when it started and saves
     nothing; it becomes the writer when the first has ended. Processes with other fingerprints may share the
     directory. Each counts the others' files and may evict the oldest of them, which the others see as a miss.
-    With several processes at work the bound is kept within 1/16.
+    A process counts them again at the latest when it has written 1/16 of the bound, so several at work may
+    exceed the bound by that much each.
 
-    If the disk is full, read-only or gone, blocks are not stored and one line is logged. The disk is used
+    If the disk is full, read-only or gone, blocks are not stored and a warning is logged. The disk is used
     again when it is back: a removed directory is created again by the next save.
 
-    After `clear` by the writer the blocks are never found again, unless the process is killed before the
-    files are removed. After `clear` by another process only that process no longer finds them.
+    After `clear` by the writer the blocks are not found again, unless the process ends before the files are
+    removed. After `clear` by another process only that process no longer finds them.
     """
 
     name: ClassVar[str] = "disk"

@@ -1,8 +1,8 @@
 """fingerprint: decides whether this process may use another process's KV blocks.
 
 Two engines have the same fingerprint only if they would fill a block of the same tokens with the same bits.
-Every configuration key counts unless it is in HARMLESS_KEYS. So an overlooked key at worst separates
-equal blocks, which costs recomputation.
+Every key of the engine's configuration counts unless it is in HARMLESS_KEYS. So an overlooked key at worst
+separates equal blocks, which costs recomputation.
 """
 
 from __future__ import annotations

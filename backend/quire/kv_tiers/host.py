@@ -15,11 +15,11 @@ from quire_common.machine import available_memory
 
 
 class HostTier(KVConnector):
-    """Holds blocks in one allocation of `capacity_bytes`, in slots of one block each.
+    """Holds blocks in one allocation of at most `capacity_bytes`, in slots of one block each.
 
-    Data is copied outside the lock, so the engine's thread never waits for a copy of the transfer thread. A
-    reader compares the slot's generation before and after its copy; if the slot was given to another block in
-    between, the read is a miss.
+    Data is copied outside the lock, so no call waits for another thread's copy, except a pinned save that
+    finds all slots pinned or being filled. A reader compares the slot's generation before and after its copy;
+    if the slot was given to another block in between, the read is a miss.
     """
 
     name: ClassVar[str] = "host"

@@ -381,7 +381,8 @@ class KVTiers:
         """Reads leading blocks into the buffer's first rows, from the fastest tier that has the first one.
 
         Returns:
-            The number of blocks and their tier. Blocks from a slower tier are then in the host tier as well.
+            The number of blocks and their tier; (0, None): none could be read. Blocks from a slower tier are
+            also saved to the host tier, unless the tiers were cleared meanwhile.
         """
         num_clears = self.num_clears
         for tier in self._tiers:

@@ -75,7 +75,7 @@ def predict(
 
     Args:
         config: the engine's configuration; with `load_format` dummy the checkpoint needs no weights.
-        device_type: "cpu" or "cuda"; this machine needs to have neither.
+        device_type: "cpu" or "cuda"; this machine needs no GPU.
         free: bytes of memory that are free before the start, on the host or the GPU.
         total: bytes of the GPU's memory; None: the device is the host.
         lengths: sequence lengths in tokens, for `Capacity.concurrency`. Longer ones count as `max_model_len`,

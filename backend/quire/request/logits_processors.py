@@ -1,8 +1,8 @@
 """Logits processors: an operator's code that runs between the model's logits and the sampler, by name.
 
 The configuration key `logits_processors` maps names to "file.py:Class" (relative to the model's version
-directory, and inside it) or "package.module:Class". Nothing else is ever imported. A request names entries of
-that mapping and may pass arguments to them.
+directory, and inside it) or "package.module:Class". A request can only name entries of that mapping, and may
+pass arguments to them.
 
 Such a class is a `LogitsProcessor`. Steps call it on the thread that computes them, so all requests wait
 while it runs, and while it is constructed. An exception ends only its own request.

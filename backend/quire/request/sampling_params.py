@@ -2,7 +2,7 @@
 
 The same names arrive as typed tensors, as JSON, and as Triton request parameters, with numbers often written
 as strings (perf_analyzer cannot send floats). `parse_sampling_params` validates all of these. The engine
-checks the limits once more when it decodes a message; later code may trust the values.
+checks the ranges of numbers and conflicts once more when it gets a message; later code may trust the values.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling and end of one request. A parameter at its default changes nothing; temperature 0 is greedy.
-    The ranges of numbers apply both to clients' values and to what the engine receives.
+    """Sampling and end of one request. The defaults are greedy decoding (temperature 0) without transforms,
+    and no end but EOS and the model's length. The ranges of numbers apply to what the engine receives;
+    `parse_sampling_params` converts clients' values into them.
 
     Order of the transforms: logits processors, the grammar's mask, penalties, logit bias, bans (n-grams, bad
     words, min-tokens masks), then temperature, top-k, top-p, min-p, typical-p.

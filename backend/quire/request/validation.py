@@ -71,13 +71,15 @@ def as_pooling(params: SamplingParams, pooling: Pooling, hidden_size: int) -> Sa
     """Returns the engine's sampling parameters for a request for an embedding or scores. Of the client's,
     only `dimensions` and `pooling` are used, because no token is sampled.
 
-    Args: params: the client's parameters; without `dimensions`, an embedding has the size `hidden_size`.
-        pooling: what the model can do. hidden_size: the model's hidden size, the largest size of an
-        embedding.
+    Args:
+        params: the client's parameters; without `dimensions`, an embedding has the size `hidden_size`.
+        pooling: what the model can do.
+        hidden_size: the model's hidden size, the largest size of an embedding.
 
-    Raises: InvalidArgumentError: the model gives no such result, or not as many dimensions (for scores:
-        another number), or the client wants several choices, beams, log-probabilities or a structured output
-        as well.
+    Raises:
+        InvalidArgumentError: the model gives no such result, or not as many dimensions (for scores: another
+            number), or the client wants several choices, beams, log-probabilities or a structured output as
+            well.
     """
     size = params.dimensions or hidden_size
     if params.pooling.task == "classify":

@@ -1,7 +1,7 @@
 """Makes a model repository of links to chosen models of other repositories, for `quire serve --load-model`.
 
-Triton itself can serve a choice of models only in explicit mode. In that mode every client may load models,
-even with Python code that the client sends.
+Triton itself can serve a choice of models only in explicit mode. Unless its API is restricted, every client
+may then load models, even with Python code that the client sends.
 """
 
 from __future__ import annotations

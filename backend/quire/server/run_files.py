@@ -1,8 +1,8 @@
 """Files of one run of `quire serve`: its shared-memory regions, a lock, and a directory for sockets and for
 model repositories that it writes.
 
-Their names have the run's id, so that they can be removed whatever happened to the processes. All processes
-of the run inherit the lock, which tells a later start whether the run is over.
+Their names have the run's id, so that they can be removed whatever happened to the processes. The server and
+its stubs inherit the lock, which tells a later start whether the run is over.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RunFiles:
     """Files of this run.
 
     `shm_prefix` begins the name of each of the run's regions in /dev/shm. `directory` is private to the user;
-    its path is short, as a socket's path has 107 bytes at most. Every process of the run must inherit
-    `lock_fd`. The lock becomes free when the last of them has ended, even if it was killed.
+    its path is short, as a socket's path has 107 bytes at most. The server must inherit `lock_fd`. The lock
+    becomes free when this process and the last of its heirs have ended, even if they were killed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RunFiles:
 
 
 def remove_stale() -> None:
-    """Removes the files of runs whose processes are all gone (after a SIGKILL of the whole group, say).
+    """Removes the files of runs whose lock is free (after a SIGKILL of the whole group, say).
 
     Everybody can make files in /dev/shm. So only locks that belong to this user and have a run's name count.
     """

@@ -234,7 +234,7 @@ def server_arguments(
 ) -> list[str]:
     """Returns tritonserver's command line without the binary.
 
-    Flags that the server does not know are left out. If a flag is given twice, the later one wins, so the
+    Flags that the server does not know are left out. Of most flags given twice the later one wins, so the
     user's own arguments come last.
 
     Args:

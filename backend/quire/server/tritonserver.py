@@ -9,7 +9,7 @@ layouts:
   `nvidia_pytriton.libs` beside the package, found by relative RPATHs that do not survive a copy.
 
 A backend directory with `python/` (of the running Python's version) and `quire/` is assembled once per
-combination in the user's cache (`quire_common.cache`) and never changed afterwards.
+combination in the user's cache (`quire_common.cache`), and again only if files of it are missing.
 """
 
 from __future__ import annotations

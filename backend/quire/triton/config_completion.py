@@ -92,8 +92,8 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
         version_directory: `<repository>/<model>/<version>`.
 
     Raises:
-        ConfigError: unknown or ill-typed key, a key that the JSON file and config.pbtxt state differently, or
-            a class name whose file does not exist.
+        ConfigError: keys are wrong, such as an unknown or ill-typed one, or one that the JSON file and
+            config.pbtxt state differently; or a class name's file does not exist.
         CheckpointError: no checkpoint is found (names the places), or this process cannot open a path.
     """
     config = EngineConfig.from_mapping(read_engine_values(model_config, version_directory))
@@ -108,7 +108,8 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
 def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
     """Engine keys as the model directory states them; `read_engine_config` checks them.
 
-    Paths of the model, the draft model, the tokenizer and adapters are made absolute, without links.
+    Paths of the model, the draft model, the tokenizer and adapters are made absolute, without links but for a
+    checkpoint file's own name.
 
     Raises:
         ConfigError, CheckpointError: see `read_engine_config`.
@@ -223,7 +224,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """A checkpoint's path without links, so that all names of one checkpoint give the same path.
+    """A checkpoint's path without links, so that all names of one directory give the same path.
 
     A file keeps its name even if it is a link: the link's name says that it is a .gguf file, and which part
     of a split one, while the name of the link's target may not.

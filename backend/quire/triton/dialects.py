@@ -2,8 +2,9 @@
 
 vllm_backend's tensor names are ours; its JSON has some keys more. TensorRT-LLM has three sets of names: those
 of the model `tensorrt_llm` behind its ensemble, those of its text models (`tensorrt_llm_bls`, the ensemble),
-and those of `llmapi`. A name means the same in every form: as a tensor (on models with a batch dimension,
-which declare them), as a key of `sampling_parameters`, as a request parameter. Some must be tensors.
+and those of `llmapi`. A name means the same as a tensor (on models with a batch dimension, which declare
+them), as a key of `sampling_parameters` and as a request parameter. But only as a tensor does `beam_width`
+also set `n`, the flag `stop` is no key of `sampling_parameters`, and some must be tensors.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class EngineMetrics:
         self._counted: list[int] = []
 
     def update(self, stats: SchedulerStats, info: EngineInfo) -> None:
-        """Updates the figures if this frontend shows them. Called about twice a second.
+        """Updates the figures if this frontend shows them. Called about twice a second while they change.
 
         Args:
             stats: the engine's latest statistics.

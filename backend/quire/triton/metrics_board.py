@@ -2,9 +2,9 @@
 
 Each update of a metric is a round trip to the server (20 to 100 us; 20 to 30 us of CPU on both sides). So
 everything is added up here, and a thread of its own sends what has changed, about twice a second, histograms
-every four seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
-Triton's own histograms need a call for each observation. Only vllm_backend's histograms are Triton's
-(`Observations`).
+every four seconds. (The board of vllm_backend's metrics does not wait.) For the same reason histograms are
+counters, one per bucket, as Prometheus writes them: Triton's own histograms need a call for each observation.
+Only vllm_backend's histograms are Triton's (`Observations`).
 
 Metrics are never deleted (`immortal`). Two frontends may show the same one (instances of a model; a model
 that is reloaded, whose old stub ends after the new one has begun). Their increments add up. If one of them
@@ -279,7 +279,7 @@ class Observations:
 
 
 class MetricsBoard(threading.Thread):
-    """Holds all metrics of a process and sends them to Triton.
+    """Holds metrics of this process and sends them to Triton.
 
     Figures may be added at any time, by one thread. Until `start`, and where the server has no metrics,
     nothing is sent.

@@ -98,8 +98,9 @@ class RequestReader:
         """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
 
         Raises:
-            InvalidArgumentError: the id or another text is not UTF-8, the id or a tensor is larger than any
-                that could be right, a tensor lacks an element, or both kinds of embeddings are given.
+            InvalidArgumentError: the id or another text outside the tensors is not UTF-8, the id, parameters
+                or a tensor is larger than any that could be right, a tensor lacks an element, or both kinds
+                of embeddings are given.
             UnavailableError: the embeddings of this frontend's requests would exceed `max_embeds_bytes`.
             EngineError: embeddings on a GPU have another form than float32 [rows, width], or CUDA fails.
         """

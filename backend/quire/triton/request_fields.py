@@ -34,8 +34,9 @@ def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, 
     in HEADERS, in the order of precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
-    lower case. Other forwarded headers are left out; their hyphens tell them from our fields. HTTP generate
-    passes `timeout` and the sequence's id and end as parameters; they are moved to the fields of `raw`.
+    lower case. TRACE_HEADERS and other headers with a hyphen, which our fields lack, are left out. HTTP
+    generate passes `timeout` and the sequence's id and end as parameters; they are moved to the fields of
+    `raw` that are still empty.
 
     Raises:
         InvalidArgumentError: the parameters cannot be read, or one that is moved has a wrong value.

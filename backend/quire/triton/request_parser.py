@@ -704,9 +704,10 @@ def _outputs(
 
     A client that names outputs gets exactly these with each response (in an ensemble, the step after the
     generator fails without its inputs). For a client that names none Triton asks for all outputs. It gets
-    text and token ids with each response; finish reason and number of input tokens with the last, and without
-    a stream the number of output tokens; the index of the choice and of the prompt if there are several, or
-    always on a model with a batch dimension; and other outputs only if its inputs ask for them. (A tensor
+    text and token ids with each response; finish reason and number of input tokens with the last, without a
+    stream also the number of output tokens, and of ranked choices the sum of log-probabilities; the index of
+    the choice and of the prompt if there are several, or always on a model with a batch dimension, which adds
+    the number of tokens (`sequence_length`); and other outputs only if its inputs ask for them. (A tensor
     costs about 10 us of CPU on either side of the stub.) In the dialect of vllm_backend it gets the text, and
     what its inputs ask for. With `return_embedding` or `return_scores` it gets embedding or scores (with the
     label), finish reason, number of input tokens and the index of the prompt if there are several, but no

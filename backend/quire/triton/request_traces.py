@@ -1,7 +1,8 @@
 """RequestTraces: OpenTelemetry spans of each request, made when it has ended.
 
 It is on where the standard variables say where to send spans (`OTEL_EXPORTER_OTLP_ENDPOINT` or
-`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, by HTTP); else nothing of OpenTelemetry is imported.
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, by HTTP) and do not turn it off; else nothing of OpenTelemetry is
+imported.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ strings also have a name there, but no span has a text."""
 class RequestTraces:
     """Observer that makes the spans of each request; a thread of the span processor sends them.
 
-    A request's span is a child of Triton's own where Triton traces the request, else of the caller's. Below
-    it are `queue` (until it first ran), `prefill` (until the engine had a first token), `decode` and, from
-    its first response, `stream`. No span has a text. Commands have no span.
+    A request's span is a child of Triton's own where Triton traces the request, else of the caller's, if any.
+    Below it are `queue` (until it first ran), `prefill` (until the engine had a first token), `decode` and,
+    from its first response, `stream`. No span has a text. Commands have no span.
 
     Args:
         processor: OpenTelemetry span processor that gets the spans.

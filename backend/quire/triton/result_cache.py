@@ -5,8 +5,9 @@ were sent. A hit goes through the same processors as an engine's outputs, so tex
 dialects and pacing are the request's own.
 
 A request's key is a digest of the engine's fingerprint, the tokenizer's files and the message to the engine.
-The message counts with its adapter's digest, but without ids, arrival time and the scheduling parameters
-other than tenant and cache salt. So a new field of requests is part of the key by itself.
+The message counts with its adapter's digest and its embeddings' hashes, but without ids, arrival time and the
+scheduling parameters other than tenant and cache salt. So a new field of AddRequest or SamplingParams is part
+of the key by itself.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class AdmissionControl:
         Args:
             num_tokens: prompt tokens to compute before that, including the request's own.
             num_waiting: requests that begin before it.
-            num_free_seats: free places in the batch; 0 also if the pool has no room for the next request.
+            num_free_seats: free places in the batch; 0 also if the pool has no room for the request.
         """
         if not self._tokens:
             return None
@@ -118,12 +118,13 @@ class AdmissionControl:
         refused.
 
         Args:
-            num_running_tokens: prompt tokens that running requests have still to compute.
+            num_running_tokens: tokens that running requests have still to compute
+                (`Roster.num_prompt_tokens_left`).
             ahead: (requests, tokens) that begin before it (`QueuePolicy.ahead`); None: all that wait.
 
         Raises:
             UnavailableError: the queue is full (requests or tokens), or the predicted time to first token
-                exceeds `max_predicted_ttft_ms` or what is left until one of the request's own deadlines. The
+                exceeds `max_predicted_ttft_ms` or what is left until one of the request's deadlines. The
                 message names the limit; `retry_after_s` is set if it is known.
         """
         config = self._config

@@ -31,15 +31,15 @@ OUTPUT_WEIGHT = 2
 class QueuePolicy(ABC):
     """Holds the waiting requests, each from push() to remove().
 
-    The first push gives a request its `rank`: (key, arrival sequence number). The rank never changes. A
-    smaller one is served earlier, unless the policy says otherwise. Preempted requests return to the place of
-    their rank, and the rank decides which request is preempted. Without another rule the key is 0, so that
-    ranks follow the order of arrival at the engine. Among equal keys, requests from an engine that died come
-    first.
+    The first push gives a request its `rank`: (key, arrival sequence number); a forked choice has one
+    already. The rank never changes. A smaller one is served earlier, unless the policy says otherwise.
+    Preempted requests return to the place of their rank, and the rank decides which request is preempted.
+    Without another rule the key is 0, so that ranks follow the order of arrival at the engine. Among equal
+    keys, requests from an engine that died come first.
 
     The scheduler must also call on_admitted() for each request that begins to run, after it was removed and
-    its cached prefix is known; on_left() for each request that stops running; and on_tokens() for the tokens
-    computed for it.
+    its cached prefix is known; on_left() for each request that stops running; and, at least for `FairQueue`,
+    on_tokens() for the tokens of its rows.
     """
 
     preempts: bool = False
@@ -122,10 +122,10 @@ class QueuePolicy(ABC):
 class FCFSQueue(QueuePolicy):
     """Serves requests in the order of rank: first come, first served, unless a subclass defines another key.
 
-    Requests of a tenant at its limit of running requests are parked when they reach the front. They return
-    one by one as the tenant's running requests leave, so a tenant's long queue costs the others nothing.
-    Hence a tenant with parked requests either may not run another one, or has as many requests in line as it
-    may start.
+    Requests of a tenant at its limit of running requests are parked when candidates() comes to them. They
+    return one by one as requests of the tenant leave or are passed over, so a tenant's long queue costs the
+    others little. A tenant with parked requests either may not run another one, or has at least as many
+    requests in line, or about to return, as it may start.
 
     candidates(): O(k log n) for k requests looked at.
 
@@ -262,8 +262,8 @@ class LongestPrefixQueue(FCFSQueue):
 
     Requests that have waited `ageing_s` go before all others of their window, in order of arrival, so none
     starves; with 0 some may starve. Beyond FCFS, candidates() costs the sort of each window it reaches and at
-    most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. The oldest look-ups are renewed
-    first, so in the first window no prefix length is older than two calls.
+    most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. In a window, the oldest look-ups
+    are renewed first.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -317,9 +317,9 @@ class FairQueue(QueuePolicy):
     tenant begins to wait, its counter is lifted to the least counter of the waiting tenants; if none waits,
     to that of the tenant that left the queue last. So an idle tenant saves up no credit.
 
-    Bound (section 4 of the paper): between two tenants that have requests waiting all the time, service
-    differs by at most 2 * max(longest prompt, OUTPUT_WEIGHT * M), with M the most tokens of a running batch.
-    With weights, service / weight differs by that over the smaller weight.
+    Bound (section 4 of the paper): between two tenants that have requests waiting all the time and no limit
+    of running ones, service differs by at most 2 * max(longest prompt, OUTPUT_WEIGHT * M), with M the most
+    tokens of a running batch. With weights, service / weight differs by that over the smaller weight.
 
     push, remove and the next candidate: O(log tenants + log n) amortised. Counters only grow, so a heap of
     tenants with counters as they were pushed needs repair only at its top. Of the tenants without waiting

@@ -25,13 +25,14 @@ MARGIN = 0.03
 
 
 class Reservation(ABC):
-    """Decides on the admissions of one step: begin() once, then try_admit() for each candidate in turn.
+    """Decides on admissions: begin() records what runs now, then try_admit() decides on each candidate in
+    turn.
 
-    Tokens of a sequence are capped to `max_model_len - 1`, because its last token is never in the cache. A
-    request whose choices have not forked yet (`num_sequences` > 1) counts with all of them. They share the
-    full blocks of the prompt, and each further choice has its own copy of the last block per KV group. If
-    nothing runs, a candidate needs room only for its known tokens and one more, in one sequence. Later growth
-    then competes with no other request, and choices that find no blocks wait.
+    Tokens of a sequence are capped to `max_model_len - 1`, because the last generated token is never in the
+    cache. A request whose choices have not forked yet (`num_sequences` > 1) counts with all of them. They
+    share the full blocks of the prompt, and each further choice has its own copy of the last block per KV
+    group. If nothing runs, a candidate needs room only for its known tokens and one more, in one sequence;
+    choices that later find no blocks wait.
 
     Args:
         max_model_len: most tokens of prompt and output, at most one more than the pool holds.
@@ -55,7 +56,7 @@ class Reservation(ABC):
         blocks_for: BlocksFor,
         num_held: Callable[[Request], int],
     ) -> None:
-        """Records the running requests and the free blocks; O(running).
+        """Records the running requests and the free blocks.
 
         Args:
             num_free_blocks: blocks that can be allocated now.
@@ -71,7 +72,7 @@ class Reservation(ABC):
         so, it counts as admitted.
 
         Args:
-            num_saved_blocks: number of its blocks that it would share with requests that hold them already.
+            num_saved_blocks: number of its blocks that it would share with requests or pins that hold them.
         """
         alone = self._num_running == 0
         first = self._blocks_for(candidate, min(candidate.num_tokens + 1, self._max_slots))
@@ -116,8 +117,8 @@ class Reservation(ABC):
 class OnDemand(Reservation):
     """Requires room for a request's known tokens and one more; later growth may preempt.
 
-    The running requests' missing blocks are reserved first. So a long prompt, which allocates its blocks
-    chunk by chunk, is not preempted half way by a request admitted after it.
+    The blocks that running requests lack for the same are reserved first: a long prompt allocates its blocks
+    chunk by chunk, and a later request must not be admitted into those still to come.
     """
 
     def _begin(self, running: list[Request]) -> None:
@@ -152,15 +153,15 @@ class Predicted(Reservation):
     """The past-future scheduler of LightLLM: the expected peak of memory stays within the pool.
 
     The expected output of a request with g output tokens is the mean of those among the WINDOW latest outputs
-    that are longer than g. If there is none, it is 2 * g. It never exceeds the request's limit. The model
-    lets all running requests grow by a token per step and free their blocks at their end. The times to the
-    ends are rounded up to a grid with four points per octave. So memory peaks at points of the grid, and a
-    table of the free blocks at each point suffices: begin is O(running * log WINDOW), try_admit O(log
-    max_model_len).
+    that are longer than g. If there is none, it is 2 * g. It never exceeds the request's limit, and with
+    fewer than MIN_HISTORY outputs it is that limit. The model lets all running requests grow by a token per
+    step and free their blocks at their end. The times to the ends are rounded up to a grid with about four
+    points per octave. So memory peaks at points of the grid, and a table of the free blocks at each point
+    suffices: begin is O(running * log WINDOW + WINDOW), try_admit O(log max_model_len).
 
     Limits of the model: growth between two points is linear; an ending request frees the blocks of all its
-    tokens, even shared ones; prefill takes no time. Aborted requests are left out of the history. After few
-    ends the history is biased to short outputs; MIN_HISTORY makes this bias small, not zero.
+    tokens, even shared ones; prefill takes no time. Aborted and pooled requests are left out of the history.
+    After few ends the history is biased to short outputs; MIN_HISTORY makes this bias small, not zero.
     """
 
     def __init__(self, max_model_len: int, num_groups: int) -> None:

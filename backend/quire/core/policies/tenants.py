@@ -35,7 +35,7 @@ class Tenants:
 
     A quota is a token bucket that holds one minute's tokens and is refilled continuously. A prompt is charged
     on arrival, output as it is generated. An output's length is not known in advance, so the bucket may go
-    into debt. While it holds less than one token, the tenant's requests are refused.
+    into debt. While it holds less than one token, the tenant's new requests are refused.
 
     The entry "*" applies to each tenant that is not named, separately; a named tenant has only the limits it
     states. Clients may invent names, so accounts of unnamed tenants without requests are not kept for ever.
@@ -44,8 +44,8 @@ class Tenants:
 
     All methods are O(1). The scheduler calls check_arrival for each request that does not come from a dead
     engine, and on_arrival for each that is queued; on_admitted when it begins to run and on_left when it
-    stops running; on_waiting when it returns to the queue and on_not_waiting when it ends there; on_tokens
-    for its output tokens.
+    stops running; on_waiting when it returns to the queue or is a new choice, and on_not_waiting when it ends
+    in the queue; on_tokens for its output tokens.
 
     Args:
         named: the configuration key `tenants`.

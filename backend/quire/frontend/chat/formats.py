@@ -1,7 +1,7 @@
 """ChatParsing: which parsers a model's answers need; Answer: one choice's answer to chat messages.
 
-A model's formats are found in its chat template, which writes calls and reasoning of earlier turns in the way
-the model does.
+Unless the configuration names them, a model's formats are found in its chat template, which writes calls and
+reasoning of earlier turns in the way the model does.
 """
 
 from __future__ import annotations

@@ -110,11 +110,12 @@ class Ends:
             self.fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
 
     def flush(self, handle: RequestHandle, reason: FinishReason, popped: RequestOutput | None = None) -> None:
-        """Sends a last data response for each open choice of a stream, before an error ends the request.
+        """Sends the last data response of each choice of a stream that still lacks it, before an error ends
+        the request.
 
         The response has the generated tokens and the finish reason, which a Triton error cannot carry. A BLS
-        caller of the 24.10 server does not see an error that follows data. Does nothing if no response of the
-        request was sent.
+        caller of the 24.10 server does not see an error that follows data. Does nothing if the request is no
+        stream or has had no response.
 
         Args:
             popped: an output that `pop_output` has already returned for one choice, if any.

@@ -4,7 +4,7 @@ A response is a round trip to the server, whatever it holds. Two things bound ho
 thread of a frontend that sends them, and, where the engine computes on the CPU, the cores that it shares with
 the frontend, the server and often the client. The recent cost of a response and the number of streams give
 the shortest time between two responses of a stream. Tokens that arrive in between are merged. One stream
-alone, or a few slow ones, get one response per token.
+alone, or a few slow ones, get a response for each step.
 """
 
 from __future__ import annotations
