@@ -18,7 +18,7 @@ import numpy.typing as npt
 from quire.config import EngineConfig
 from quire.engine.cache_commands import MAX_PROFILE_S, MAX_PROFILE_STEPS, Profile
 from quire.engine.core import EngineCore
-from quire.errors import EngineError
+from quire.errors import EngineError, InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import ChatParsing, prepare_answer
 from quire.frontend.output_processor import RequestProcessor, split_ranking
@@ -123,7 +123,11 @@ class LLM:
                 request_id = f"llm-{next(self._ids)}"
                 chat = None if chats is None else chats[len(processors)]
                 one, new_answer = prepare_answer(self._chat_parsing, one, chat, check)
-                if one.bad_words and self.tokenizer is not None:
+                if one.bad_words:
+                    if self.tokenizer is None:
+                        raise InvalidArgumentError(
+                            "bad_words", "needs a tokenizer, and this checkpoint has none"
+                        )
                     one = with_bad_words_ids(one, self.tokenizer)
                 asked, (one, num_best) = one, split_ranking(one)
                 request_ids.append(request_id)

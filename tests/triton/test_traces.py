@@ -181,6 +181,15 @@ def test_requests_that_cannot_be_read_have_no_context(traces: RequestTraces, par
     assert traces.context_of(old) == ({}, {})
 
 
+def test_a_server_context_that_is_no_object_is_none(traces: RequestTraces) -> None:
+    own = f"00-{ONES}-{'3' * 16}-01"
+    asked = SimpleNamespace(
+        parameters=lambda: json.dumps({"traceparent": own}),
+        trace=lambda: SimpleNamespace(get_context=lambda: "[1]"),
+    )
+    assert traces.context_of(asked) == ({"traceparent": own}, {})
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [

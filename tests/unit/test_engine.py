@@ -501,3 +501,10 @@ def test_parameters_made_by_hand_are_checked_too(
     with pytest.raises(InvalidArgumentError, match=words):
         llm.generate([[5, 6, 7]], params)
     assert not llm.core.has_work
+
+
+def test_words_are_banned_by_a_tokenizer_only(tmp_path: Path) -> None:
+    llm = LLM(make_checkpoint("llama", tmp_path, tokenizer=False), num_blocks=16, max_model_len=64)
+    with pytest.raises(InvalidArgumentError, match=r"^bad_words: needs a tokenizer"):
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2, bad_words=("no",)))
+    assert not llm.core.has_work

@@ -143,6 +143,8 @@ class RequestTraces:
 
 
 def _texts(context: Any) -> dict[str, str]:
+    if not isinstance(context, dict):
+        return {}
     return {
         name: text for name, text in context.items() if isinstance(text, str) and len(text) <= MAX_CONTEXT
     }
