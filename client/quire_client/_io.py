@@ -41,7 +41,8 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _safely(work: Callable[[], T]) -> T:
-    """Runs a gRPC operation and returns its result. For the main thread, a helper thread runs it.
+    """Runs a gRPC operation and returns its result. For the main thread, a helper thread runs it, if the
+    interpreter still starts threads.
 
     A signal handler (Ctrl-C) may raise an exception anywhere in the main thread. Inside gRPC that could leave
     a lock held, so that all calls of the channel hang, or release a lock twice, which raises RuntimeError.
@@ -175,7 +176,7 @@ class AsyncioCall(_Call):
 
 
 class BlockingCall(_Call):
-    """A call whose `receive` blocks. For the main thread, a helper thread reads the responses (see
+    """A call whose `receive` blocks. If the main thread starts it, a helper thread reads the responses (see
     `_safely`).
 
     Args:

@@ -15,7 +15,7 @@ def frame(now: Scrape, before: Scrape | None, address: str) -> str:
 
     Args:
         before: an earlier scrape: rates and latencies cover the time since it. None: latencies cover the time
-            since the server's start, and there are no rates.
+            since the server's start, and rates are 0.
     """
     seen = Interval(now, before)
     models = now.values_of("quire_requests_total", "model")

@@ -1,7 +1,7 @@
 """`AsyncClient`: calls and streams for asyncio; one channel carries thousands of concurrent streams.
 
 `Client` runs the same coroutines over blocking I/O. So this module and `embedding.py`, which together hold
-the logic of both clients, await only their own coroutines and those of the client's I/O object (`_io.py`).
+the logic of both clients, await only their own coroutines and those of `_io.py`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         for a few seconds.
 
         It first cancels by request id, which also reaches a generator inside an ensemble and lets the stream
-        end with its own final response. Then it cancels the call. It does nothing if the request is over.
+        end with its own final response. Then it cancels the call. It does nothing if the request is over or
+        is already being cancelled.
         """
         if self._over:
             return
@@ -644,8 +645,8 @@ class AsyncClient:
         """Sends the cancel request; returns whether the generator knew the request, False also on an error.
 
         Args:
-            late: True: the call itself is already cancelled, so repeat the cancel request a few times. An
-                ensemble may not yet have passed the request to its generator, which then does not know it.
+            late: True: the call itself is already cancelled, so repeat an ensemble's cancel request a few
+                times: the generator may not have got the request from the ensemble yet.
         """
         try:
             model = await self._cancel_model(schema)

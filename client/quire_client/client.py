@@ -120,7 +120,8 @@ class Client(_Blocking[AsyncClient]):
                 `beam_width` are for `generate` and `chat`: their choices are known only at the end.
 
         Raises:
-            QuireClientError: here for an unknown model or no connection, else while iterating.
+            QuireClientError: here for an unknown model, no connection, or a value that the model has no input
+                for; else while iterating.
         """
         return Stream(self._async.stream(prompt, **arguments))
 

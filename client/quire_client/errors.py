@@ -173,9 +173,9 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 def error_from_text(text: str) -> QuireClientError:
     """Returns the exception for an error that came as text in a stream.
 
-    Its code is the one in brackets at the beginning of the text, else it is inferred from the wording. For
-    the exact code there is `triton_grpc_error`, which may crash a server (see `error_codes` of
-    `AsyncClient`).
+    Its code is the one in brackets at the beginning of the text (an ensemble's prefix aside), else it is
+    inferred from the wording. For the exact code there is `triton_grpc_error`, which may crash a server (see
+    `error_codes` of `AsyncClient`).
     """
     message = _ENSEMBLE_PREFIX.sub("", text)
     marked = _CODE_PREFIX.match(message)

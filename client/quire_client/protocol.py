@@ -1,9 +1,9 @@
 """KServe messages: model schemas, requests and responses. No I/O, except that image files are read.
 
-The client asks a model for its configuration once, and then sends what that model declares. A sampling
-keyword becomes a typed tensor if the model has an input of that name and the value fits it. Otherwise it
-becomes an entry of the `sampling_parameters` JSON or, without that input, a request parameter. So the server,
-and not this package, judges every value.
+The client asks a model for its configuration, and then sends what that model declares. A sampling keyword
+becomes a typed tensor if the model has an input of that name (or of its alias) and the value fits it.
+Otherwise it becomes an entry of the `sampling_parameters` JSON or, without that input, a request parameter.
+So the server, and not this package, judges the values.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def build_request(
         outputs: names of the outputs to ask for; None: those that the chunks of this request need.
 
     Raises:
-        InvalidArgument: the model has no place for a value, a value cannot be written as JSON, or an image
-            file cannot be read.
+        InvalidArgument: the model has no place for a value, several texts or images, `input_ids` do not fit
+            their input, `sampling_parameters` cannot be written as JSON, or an image file cannot be read.
     """
     request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add_prompt(request, schema, prompt)

@@ -194,7 +194,7 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         BuildError: the checkpoint is neither a directory nor a .gguf file, its config.json is missing or
-            broken or states no architectures, or it has no tokenizer.
+            broken or states no architectures, the .gguf file is broken, or there is no tokenizer.
     """
     if checkpoint.is_file() and checkpoint.suffix == ".gguf":
         if "tokenizer.ggml.model" not in _open_gguf(checkpoint).metadata:

@@ -64,7 +64,8 @@ class ImageLimits:
 
     max_image_bytes: encoded size of one image, before base64.
     max_image_pixels: width times height of one image. It also bounds the pixels of all requests together that
-        are processed at a time, at about 20 bytes each.
+        are processed at a time, at about 20 bytes each. Only an image that scaling makes larger than that is
+        processed all the same, alone.
     max_images: images in one prompt.
     max_request_bytes: encoded size of all images of a request.
     max_request_pixels: pixels of all images of a request, each counted before or after scaling, whichever is

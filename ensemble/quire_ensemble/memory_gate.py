@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 
 class MemoryGate:
-    """Admits threads one after the other, each when enough of the capacity is free. No thread overtakes the
-    one whose turn it is, so a thread that needs much is not starved by those that need little."""
+    """Admits threads one after the other, each when enough of the capacity, or all of it, is free. No thread
+    overtakes the one whose turn it is, so a thread that needs much is not starved by those that need little.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -4,8 +4,8 @@ on data of clients.
 Text: a template may write each tool once per message, and `tojson(indent=4)` puts every value of deep JSON on
 a line of its own behind hundreds of spaces. So rendering ends as soon as there is more text than allowed.
 Time: each turn of a loop and each call of a macro looks at the clock. Memory: Jinja's sandbox bounds `range`,
-and this module bounds the results of operators. Results of filters and methods are not bounded;
-`limited_memory` is for these.
+and this module bounds the results of the operators +, *, ** and ~. Results of filters, methods and the
+operator % are not bounded; `limited_memory` is for these.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _bounds: ContextVar[_Bounds] = ContextVar("bounds", default=_NONE)
 def bounded(field: str, max_characters: int) -> Iterator[None]:
     """Context manager that bounds transformers' renderer. The renderer raises InputError of `field` if a
     template writes more than `max_characters`, in all or as one JSON text; TimeoutError after MAX_S; and
-    MemoryError if an operator's result exceeds MAX_MADE."""
+    MemoryError if the result of +, * or ** exceeds MAX_MADE."""
     from transformers.utils import chat_template_utils
 
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Tokenizer: turns text or chat messages into token ids, by the files of a checkpoint.
 
-One code path for both callers: the `tokenizer` model of an ensemble and the generator's frontend. Nothing of
+One code path for all callers: the models before a generator, and the generator's frontend. Nothing of
 transformers is imported until a tokenizer is loaded. Neither Python code from the checkpoint nor the network
 is ever used.
 """

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class EnsembleModel(ABC):
     """Triton Python model (not decoupled: each request gets one response).
 
-    Triton's dynamic batcher passes the requests that came in while the model worked as one list, so that one
-    round trip serves all. Every tensor of a request has a batch dimension of 1.
+    Triton's dynamic batcher passes the requests that came in while the model worked, up to `max_batch_size`,
+    as one list, so that one round trip serves all. Every tensor of a request has a batch dimension of 1.
 
     A `model.py` in a model repository subclasses one of our models and sets `pb_utils` to Triton's Python
     utilities, which exist only inside a stub process. Nothing heavy is imported before `initialize`: Triton
@@ -69,7 +69,7 @@ class EnsembleModel(ABC):
     def execute(self, requests: list[Any]) -> list[Any]:
         """Returns one response per request, in order; None for a request that is answered through its
         response sender. A wrong input fails only its own request, with INVALID_ARG. Any other error fails it
-        with INTERNAL.
+        with INTERNAL. (But a tensor that Triton cannot decode fails the whole list.)
         """
 
     def _refusal(self, error: Exception, request_id: str) -> Any:

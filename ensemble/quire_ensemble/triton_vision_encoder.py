@@ -126,8 +126,8 @@ class VisionEncoderModel(EnsembleModel):
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Returns one response per request, in order. Each image that is not cached is encoded once. The
-        images of all requests are encoded together. A wrong request fails alone, with INVALID_ARG. Requests
-        with an image whose forward pass failed end with INTERNAL.
+        images of all requests share forward passes (`VisionTower.split`). A wrong request fails alone, with
+        INVALID_ARG. Requests with an image whose forward pass failed end with INTERNAL.
         """
         jobs = [self._images(request) for request in requests]
         asked = [image for job in jobs if isinstance(job, list) for image in job]

@@ -1,4 +1,4 @@
-"""The operators that models call. Each chooses its implementation through the registry.
+"""The operators of the engine. Each chooses its implementation through the registry.
 
 KV cache: one allocation in which each block is contiguous. A block holds keys, values and scales of all
 layers that share a block table. The operators read a view of one layer, `[num_blocks, 2, num_kv_heads,
@@ -337,7 +337,8 @@ def forbid_others(logits: torch.Tensor, allowed: torch.Tensor) -> None:
 
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """Samples a token per row. It applies penalties, biases, bans, temperature, top-k, top-p, min-p and
-    typical-p, in this order, and then draws by the inverse of the cumulative distribution.
+    typical-p, in this order, and then draws by the inverse of the cumulative distribution. With temperature
+    0, the row gets its best token after the bans.
 
     The draw takes the first token, by id, whose cumulative probability exceeds a random number. That number
     is a pure function of the row's seed and position, so no row depends on another.

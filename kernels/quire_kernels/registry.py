@@ -165,7 +165,8 @@ def select(
         facts: hashable facts of the call on which implementations may depend.
 
     Raises:
-        KernelError: no implementation supports the call, the named one does not, or a name is unknown.
+        KernelError: no implementation supports the call, the named one does not, a name is unknown, or
+            QUIRE_KERNELS is malformed.
     """
     key = (operator, device_type, dtype, wanted, *facts.values())
     picked = _picked.get(key)

@@ -198,7 +198,7 @@ def quantize_weight(
         Codes [out_features, in_features]: int8 in [-127, 127] or [-8, 7], or FP8 in [-FP8_MAX, FP8_MAX],
         rounded to nearest even. And scales, float32 [out_features, groups]. A weight is about code * scale.
         The scale of a row (int4: of a group) with NaN or infinities is not finite, and code * scale is then
-        NaN for all of its weights. Codes are never NaN.
+        NaN for all of its weights. Codes that are computed here are never NaN.
     """
     assert quantization in QUANTIZATIONS, quantization
     if isinstance(weight, QuantizedRows):

@@ -39,7 +39,8 @@ class AnswerRun:
         messages: list[Message] | None = None,
         images: tuple[str, ...] = (),
     ) -> Result | None:
-        """Gets an answer and prints it, the first choice while it is generated and any others after it.
+        """Gets an answer and prints it: as text, the first choice while it is generated and any others after
+        it; as JSON, all at the end.
 
         Choices that are ranked (best_of, beam search) are known only at the end, so none of them is printed
         before.

@@ -81,8 +81,8 @@ class Server:
 
 
 class Balancer:
-    """Chooses a ready server for each request: the server of its session, else the one with the fewest
-    requests.
+    """Chooses a server for each request, among the ready ones if there are any: the server of its session,
+    else the one with the fewest requests.
 
     A request stays with its server, because only this server can cancel it. Nothing is sent twice: if a
     server dies, its requests end with an error.

@@ -1,9 +1,9 @@
 """Images of chat messages: `data:` URLs are passed on, http(s) URLs are fetched from hosts the operator
 allowed.
 
-Any client chooses the URL, so a fetch must not reach addresses that only this machine can reach. The host of
-every redirect must be allowed. Its addresses are resolved once and checked, and the connection goes to a
-checked address, so that a second DNS answer cannot lead elsewhere.
+Any client chooses the URL, so a fetch must not reach addresses that only this machine can reach, unless the
+host is allowed by its exact name. The host of every redirect must be allowed. Its addresses are resolved once
+and checked, and the connection goes to a checked address, so that a second DNS answer cannot lead elsewhere.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class ImageFetcher:
         unchanged.
 
         Raises:
-            RequestError: an audio part, a URL that may not be fetched, or whose fetch failed, or more bytes
-                than a request may bring.
+            RequestError: an audio part, a URL that may not be fetched, or whose fetch failed, more bytes than
+                a request may bring, or there is no room for them.
         """
         copies = []
         for i, message in enumerate(messages):

@@ -1,8 +1,7 @@
 """Intake: bounds how much client data the gateway holds and how long it waits for it, and parses the JSON.
 
-Any client chooses the length, pace and content of its bodies. All three are bounded here, before memory is
-allocated. Work that is slow for a large body runs in a thread, because one event loop carries the tokens of
-all requests.
+Any client chooses the length, pace and content of its bodies. All three are bounded here. Work that is slow
+for a large body runs in a thread, because one event loop carries the tokens of all requests.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 
 class Intake:
-    """Accounts for all client data that the gateway holds.
+    """Accounts for the client data that the gateway holds until it is passed on to the server.
 
     working: lock for parsing or writing a large body, so that only one at a time takes the memory for it. If
         one character of a text needs four bytes, Python stores each of its characters in four.
@@ -155,6 +154,7 @@ async def read_body(request: Request, hold: Hold) -> bytes:
     Raises:
         RequestError: the body is not of type JSON (415), is too long (413) or too slow (408), or there is no
             room for it (503).
+        ClientDisconnect: the client left before the body's end.
     """
     # Browsers send other types to any address without asking it first, so that every page could post here.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -4,8 +4,9 @@ The file is JSON, one entry per key by the name that logs show:
 
     {"alice": {"sha256": "9f86d0...", "tenant": "research", "tokens_per_minute": 60000}}
 
-The file holds only hashes, so reading it reveals no key. Keys are random and long, so a plain SHA-256 is
-enough. They are looked up by their hash, so the time of a lookup reveals nothing about a key.
+The file holds only hashes, so reading it reveals no key. Keys made by `new_key` are random and long, so a
+plain SHA-256 is enough. Keys are looked up by their hash, so the time of a lookup reveals nothing about a
+key.
 """
 
 from __future__ import annotations

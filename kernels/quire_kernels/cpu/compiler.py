@@ -88,7 +88,7 @@ def load(isa: str) -> ctypes.CDLL:
     compiled again.
 
     Raises:
-        BuildError: it must be compiled, and there is no compiler, or the compiler failed.
+        BuildError: there is neither a prebuilt library nor a compiler, or the compiler failed.
         OSError: the newly compiled library cannot be loaded.
     """
     path = PREBUILT / _file_name(isa, None)

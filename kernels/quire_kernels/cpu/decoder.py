@@ -109,9 +109,9 @@ class LayerAdapters(NamedTuple):
 def can_fuse(
     layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int, attention: str | None
 ) -> bool:
-    """Whether NativeDecoder can compute these layers: they must be packed for one instruction set, and the
-    registry must choose its implementations for the other operators. `attention`: name of the wanted
-    attention implementation; None: the best."""
+    """Whether NativeDecoder can compute these layers. They must be packed for one instruction set, a layer's
+    parts of `qkv` in one format. For the other operators, the registry must choose that set's
+    implementations. `attention`: name of the wanted attention implementation; None: the best."""
     linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
@@ -234,8 +234,8 @@ class NativeDecoder:
                 hidden_size], which are overwritten.
             rotations: float32 [num_positions, rotary_dim]: cosines, then sines.
             positions: int64 [num_tokens]: row of `rotations` for each token.
-            kv_layers: view of each layer's cache. The caller must pass the same list for the same cache,
-                because structures made from it are kept.
+            kv_layers: view of each layer's cache. The list must not be changed afterwards, because structures
+                made from it are kept while the same list is passed.
             metas: metadata of each KV group.
             rows: int64 [num_rows], ascending: tokens whose result is returned. If empty, the call ends when
                 the last layer's keys and values are stored.

@@ -233,7 +233,8 @@ def sample(isa: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tenso
     """See `ops.sample`.
 
     All instruction sets give the same tokens. They equal the reference's unless the rounding of a probability
-    decides: a cumulative sum is within about 1e-7 of the drawn number, or of top_p.
+    decides: a cumulative sum is within about 1e-7 of the drawn number or of top_p, or a probability is as
+    near to the limit of min_p.
     """
     edits = rows.edits
     if logits.stride(1) != 1:

@@ -3,8 +3,8 @@
     python -m quire_kernels.cuda.compiler [--arch sm_90a] [--source linear]
 
 compiles every kernel, for four architectures if none is named, and prints a line of JSON with each kernel's
-resources. It needs no GPU and no CUDA toolkit, only the packages cuda-core and nvidia-cuda-nvrtc, and triton
-for its cuobjdump. Importing this module imports none of them.
+resources. It needs no GPU and no CUDA toolkit, only the packages cuda-core, cuda-bindings and
+nvidia-cuda-nvrtc, and triton for its cuobjdump. Importing this module imports none of them.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _module(unit: Unit, device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def loaded(unit: Unit, kernel: str, device: int, shared_bytes: int = 0) -> ctypes.c_void_p:
-    """Returns the driver's handle of a kernel. The first call compiles and loads it.
+    """Returns the driver's handle of a kernel. The first call loads it, compiled if the cache lacks it.
 
     Raises:
         CompileError: it cannot be compiled, or there is no driver.

@@ -1,9 +1,9 @@
 """Linear layers on GPUs. Plain weights use cuBLAS through torch, followed by our gate kernel. Quantised
 weights use linear.cu.
 
-If torch can multiply fp8 by fp8 here and x has 16 bits, "fp8" uses that product and quantises the rows of x
-at run time. From some 16 rows on this is faster than linear.cu, up to four times with many rows. Otherwise
-only the weights are quantised.
+If torch can multiply fp8 by fp8 here, x has 16 bits and W's sizes are multiples of FLOAT8_MULTIPLE, "fp8"
+uses that product and quantises the rows of x at run time. From some 16 rows on this is faster than linear.cu,
+up to four times with many rows. Otherwise only the weights are quantised.
 """
 
 from __future__ import annotations
@@ -363,7 +363,8 @@ def why_not_pack(
     **_: object,
 ) -> str | None:
     """Returns why `pack` does not support a matrix W of this shape; None: it does. Quantised rows must
-    consist of whole vectors, and no tile may hold both gates and the rows that they multiply."""
+    consist of whole vectors (int4: whole groups). With gates, half of W's rows must be whole tiles, or whole
+    vectors if W is not quantised."""
     if quantization is not None:
         if quantization not in CODES:
             return f"no kernels for {quantization}"

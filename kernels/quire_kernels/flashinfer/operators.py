@@ -1,7 +1,8 @@
 """Registers FlashInfer as implementation "flashinfer" of `paged_attention`.
 
-If it cannot be imported or compiled, this is logged once and the next implementation is used. FlashInfer
-plans a batch on the host, so CUDA graphs cannot record it: see `Implementation.is_recordable`.
+If an installed FlashInfer cannot be imported, or cannot compute attention of a shape, this is logged once and
+the next implementation is used. FlashInfer plans a batch on the host, so CUDA graphs cannot record it: see
+`Implementation.is_recordable`.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
     """Returns the index [n] of the first entry of `cumulative` [n, m] above `target` [n], and the target
     used.
 
-    The target is kept below the last entry, so the entry found always has a positive weight.
+    The target is kept below the last entry, so the entry found has a positive weight, unless a row holds NaN.
     """
     target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
     index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)

@@ -13,7 +13,7 @@ Longer queries. Tiles of packed rows (query, head of the group) use an online so
 bisection in `query_start_loc`. Key tiles have fixed borders, which do not depend on how a prompt is cut into
 chunks. Tile sizes are tuned at warm-up: on an H200 the best are 1.4 times as fast as the worst.
 
-A mixed batch takes two launches, each of which skips the other's sequences. In the tiles for long queries, a
+A mixed batch takes both kernels, each of which skips the other's sequences. In the tiles for long queries, a
 single program would read the whole context of a decode token, and most of its tile would be padding.
 
 Memory that no token has written is never loaded: 0 * NaN and -inf + NaN are NaN.

@@ -1,7 +1,7 @@
 """Autotuning: finds the fastest configuration of a kernel for this device and shape, and keeps it on disk.
 
 Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter.
-Elsewhere, a shape that was never timed runs with its default. Results are kept under QUIRE_CACHE_DIR, in one
+Elsewhere, a shape that was never timed runs with its default. Results are kept in the cache folder, in one
 small JSON file (`cache.keep`) per device model, Triton version, kernel, source and shape. So a second start
 times nothing, and processes that tune at the same time do not disturb each other.
 """
