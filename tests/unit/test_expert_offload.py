@@ -73,6 +73,15 @@ def test_the_engine_equals_transformers(
     llm.core.close()
 
 
+def test_ranks_have_a_part_of_each_resident_expert(checkpoints: dict[str, Path]) -> None:
+    llm = engine(checkpoints["mixtral"], max_resident_experts=2, tensor_parallel_size=2)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate([PROMPT], params)
+    assert output.token_ids == hf_greedy(hf_model(checkpoints["mixtral"]), PROMPT, 8)
+    assert llm.core.stats().experts.num_prefetches > 0
+    llm.core.close()
+
+
 @pytest.mark.row("E18", clauses=("equal",))
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -164,6 +173,21 @@ def test_experts_that_are_expected_are_loaded_ahead() -> None:
         assert (counts.num_prefetches, counts.num_prefetch_hits) == (prefetches, prefetch_hits), expected
         assert counts_of(layer) == (hits, misses), expected
         assert counts.num_loaded_bytes == (prefetches + misses) * layer.nbytes // 3
+
+
+def test_expectations_that_are_mostly_wrong_load_nothing() -> None:
+    layer = layer_of(2)
+    for _ in range(10):
+        layer.expect(torch.tensor([4, 5]))
+        run(layer, [0, 1])
+    count = layer.counts.num_prefetches
+    assert 1 < count < 20, "less than four of five experts were expected by then"
+    for _ in range(30):
+        layer.expect(torch.tensor([2, 3]))
+        run(layer, [2, 3])
+        layer.expect(torch.tensor([4, 5]))
+        run(layer, [4, 5])
+    assert layer.counts.num_prefetch_hits > 20, "they are right again"
 
 
 def test_what_is_in_memory_is_counted(checkpoints: dict[str, Path], directory: Path) -> None:

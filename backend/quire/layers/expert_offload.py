@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -19,6 +19,12 @@ from quire_kernels import ops
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.reference.linear import TorchLinear
 from quire_kernels.weights import PackedLinear
+
+_LEAST_TRUST = 0.8
+"""Least share of the needed experts that was expected, for experts to be loaded ahead. A load in vain takes
+an expert's slot, and delays the next load."""
+_NEWEST_STEP = 0.05
+"""Weight of the newest step in the mean of that share."""
 
 
 class OffloadedMatrices:
@@ -110,8 +116,15 @@ class OffloadedExperts:
         """Counts to which this layer adds its own. Layers may share them."""
         self._slot_of: dict[int, int] = {}
         """Slot of each expert that has one, the least recently used first."""
+        self.following: tuple[Callable[[torch.Tensor], Any], OffloadedExperts] | None = None
+        """Router and experts of the next layer with offloaded experts; None: there is none. That router gets
+        this layer's input, which is like its own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
         self._ahead: dict[int, Future[None]] = {}
         """Loads of experts that were expected, until they are used or lose their slot."""
+        self._expected: set[int] = set()
+        """Experts that the next step was expected to need."""
+        self._trust = 1.0
+        """Mean share of the needed experts that were expected, in the latest steps."""
 
     def finish(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **packing: Any) -> None:
         """Joins the experts, once all of them are kept, with the matrices of the shared expert, if there is
@@ -130,7 +143,14 @@ class OffloadedExperts:
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See PackedExperts."""
         needed = [expert for expert in experts.unique().tolist() if expert < self.num_experts]
+        if self._expected:
+            right = len(self._expected.intersection(needed)) / len(needed)
+            self._trust += _NEWEST_STEP * (right - self._trust)
+            self._expected = set()
         count = self._provide(needed)
+        if self.following is not None:
+            router, others = self.following
+            others.expect(router(x).experts)
         if count == len(needed):
             return self._joined(x, experts, shares)
         # Groups follow each other in the order of numbers, in which a token's results are added.
@@ -166,8 +186,9 @@ class OffloadedExperts:
         """Begins to load experts, of any shape, that will probably be needed next. They take the slots of
         others only."""
         expected = {expert for expert in experts.unique().tolist() if expert < self.num_experts}
+        self._expected = expected
         for expert in sorted(expected.difference(self._slot_of)):
-            slot = self._free_slot(expected)
+            slot = self._free_slot(expected) if self._trust >= _LEAST_TRUST else None
             if slot is None:
                 return
             self._give(expert, slot)

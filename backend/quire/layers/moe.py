@@ -89,9 +89,6 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = GatedMLP(config, experts.shared_size, names)
         self.offloaded: OffloadedExperts | None = None
         """Experts with a budget of slots; None: there is no budget."""
-        self.following: tuple[Router, OffloadedExperts] | None = None
-        """Router and experts of the next layer with offloaded experts; None: there is none. Its router gets
-        this layer's input, which is like its own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
         if experts.max_resident is not None:
             self._offload(experts.num_experts, experts.max_resident)
 
@@ -128,11 +125,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """Maps [num_tokens, hidden_size] to the same shape. Adapters do not change experts or their
         router."""
-        routes = self.gate(x)
-        if self.following:
-            router, offloaded = self.following
-            offloaded.expect(router(x).experts)
-        return self.gate.ranks.sum(self.packed(x, *routes))
+        return self.gate.ranks.sum(self.packed(x, *self.gate(x)))
 
     @property
     def slot_bytes(self) -> int:

@@ -397,8 +397,8 @@ class DecoderModel(nn.Module, Model):
             if isinstance(module, MixtureOfExperts | LatentAttention):
                 module.finish(self.norm.weight.device.type)
         for one, following in itertools.pairwise(self._mixtures):
-            if following.offloaded is not None:
-                one.following = following.gate, following.offloaded
+            if one.offloaded is not None and following.offloaded is not None:
+                one.offloaded.following = following.gate, following.offloaded
         self._native = self._fuse()
         num_bytes = self._absorbed_bytes + sum(module.nbytes for _, module in self.packed_modules())
         num_bytes += sum(one.slot_bytes for one in self._mixtures)
