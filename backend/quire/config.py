@@ -122,6 +122,10 @@ class ModelConfig:
     """Number of processes (ranks) that compute the model together, each a part of every layer. On GPUs each
     has a GPU, else a share of the cores. It must divide the numbers of query heads and of inner features. It
     must also divide the number of KV heads, or be a multiple of it."""
+    max_resident_experts: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    """Most routed experts in memory at a time, per layer with experts; on cpu only. The others are read from
+    a file below QUIRE_CACHE_DIR (else ~/.cache/quire) when a token needs them, in place of those that were
+    not used for longest. Tokens are the same. None: all experts are in memory."""
     enforce_eager: bool = False
     """Whether steps run without CUDA graphs; on cuda only."""
 

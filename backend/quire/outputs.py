@@ -182,6 +182,23 @@ NOTHING = RowOutput()
 """Output of rows without a result; must not be changed."""
 
 
+class ExpertCounts(msgspec.Struct):
+    """Counts of offloaded experts since start, over all layers; see `max_resident_experts`. A layer needs an
+    expert once per step, for all its tokens."""
+
+    num_hits: int = 0
+    """Number of times that a layer needed an expert which had a slot."""
+    num_misses: int = 0
+    """Number of times that it had none, so that the step waited until it was loaded."""
+    num_prefetches: int = 0
+    """Number of experts that were loaded before their layer was reached, because it was expected to need
+    them."""
+    num_prefetch_hits: int = 0
+    """Number of them that the layer needed; a part of `num_hits`, though the step may have waited."""
+    num_loaded_bytes: int = 0
+    """Bytes of all experts that were loaded."""
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """Results of a step."""
@@ -195,6 +212,8 @@ class ModelRunnerOutput:
     has_caught_up: bool = False
     """Whether a draft model computed tokens that it lacked, so that the step took longer than its tokens
     suggest."""
+    experts: ExpertCounts | None = None
+    """Counts of offloaded experts; None: no expert is offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +371,8 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     """Number of adapters loaded into slots since start."""
     num_adapter_evictions: int = 0
     """Number of adapters since start that were replaced in their slot by another."""
+    experts: ExpertCounts = msgspec.field(default_factory=ExpertCounts)
+    """Counts of offloaded experts."""
 
 
 @dataclass(slots=True)

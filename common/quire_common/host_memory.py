@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -75,3 +76,15 @@ def shared_bytes(count: int) -> tuple[torch.Tensor, int]:
     except BaseException:
         os.close(fd)
         raise
+
+
+def file_bytes(count: int, directory: Path) -> torch.Tensor:
+    """Allocates uint8 [count], all zero, in a mapped file without a name. The system keeps in memory what it
+    has room for. The file lasts as long as the tensor, and no longer than the process.
+
+    Raises:
+        OSError: the directory has no room for it.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, count)
+        return torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8)

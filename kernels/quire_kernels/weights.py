@@ -105,18 +105,31 @@ class PackedHeads(Protocol):
 class PackedExperts(Protocol):
     """Experts of a layer: gated feed-forward parts, a few of which compute each token."""
 
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        shares: torch.Tensor,
+        sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Returns each token's sum of its experts' results times their shares, added in float32 in the order
         of the experts' numbers.
 
         Args:
             x: [num_tokens, hidden_size].
-            experts: int64 [num_tokens, num_chosen]: numbers of each token's experts, all different.
+            experts: int64 [num_tokens, num_chosen]: numbers of each token's experts, all different; -1: none.
+                At least one token has an expert.
             shares: float32 [num_tokens, num_chosen]: factors of their results.
+            sums: float32 [num_tokens, hidden_size], contiguous: sums to which the results are added, in
+                place; None: zeros.
 
         Returns:
-            [num_tokens, hidden_size] in x's type.
+            [num_tokens, hidden_size] in x's type: the sums, rounded.
         """
+        ...
+
+    def replace(self, expert: int, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """Uses other weights, of the same form, for one expert."""
         ...
 
 

@@ -165,6 +165,27 @@ def test_the_shared_expert_may_be_of_another_size(isa: str, kind: str | None, dt
             assert torch.equal(joined(experts, dtype)(x, chosen, shares), expected)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_experts_one_after_the_other(isa: str, dtype: torch.dtype) -> None:
+    """The bits of all at once, if each group adds to the sums of those before it. Of the last one, an expert
+    has taken the weights of another."""
+    experts = make_experts(isa, dtype)
+    for moe in (joined(experts, dtype), LoopedExperts(*experts)):
+        moe.replace(8, experts[0][2], experts[1][2])
+        for num_tokens in (1, 3, 90):
+            x = draw(num_tokens, HIDDEN, seed=1).to(dtype)
+            chosen, shares = make_routes(num_tokens, range(9), 4)
+            whole, sums = moe(x, chosen, shares), torch.zeros(num_tokens, HIDDEN)
+            for first, end in ((0, 1), (1, 5), (5, 9)):
+                part = chosen.masked_fill((chosen < first) | (chosen >= end), -1)
+                if (part >= 0).any():
+                    out = moe(x, part, shares, sums)
+            assert torch.equal(out, whole) and torch.equal(sums.to(dtype), whole)
+        only = torch.tensor([[2]]), torch.ones(1, 1)
+        assert torch.equal(moe(x[:1], torch.tensor([[8]]), only[1]), moe(x[:1], *only))
+
+
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 def test_the_loop_is_the_definition(activation: str) -> None:
     weights = [(draw(2 * 48, 32, seed=expert) / 6, draw(32, 48, seed=expert) / 7) for expert in range(4)]

@@ -17,7 +17,7 @@ from quire.engine.executor import RunnerExecutor
 from quire.engine.messages import EngineInfo
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stop_matcher import StopAutomaton
-from quire.outputs import EngineCoreOutput, SchedulerStats, WaitingCounts
+from quire.outputs import EngineCoreOutput, ExpertCounts, SchedulerStats, WaitingCounts
 from quire.request.sampling_params import SamplingParams
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_engine import FakeEngine
@@ -61,7 +61,7 @@ def info(pid: int = 10) -> EngineInfo:
     return EngineInfo(pid, 64, 600, 8, False, 100, 16, 0, "float32", "cpu")
 
 
-def stats(**values: int) -> SchedulerStats:
+def stats(**values: Any) -> SchedulerStats:
     """Of a pool of 100 blocks: 40 without content, 25 cached, 35 in use."""
     given: dict[str, Any] = {
         "step": 7,
@@ -141,6 +141,21 @@ def test_every_figure_of_an_engine_and_only_changes_are_sent(board: MetricsBoard
     assert FakeMetricFamily.num_calls() == before + 3
     changed = {"quire_requests_running": 0, "quire_swaps_total": 2, "quire_scheduled_tokens_total": 950}
     assert of_engine() == {**ENGINE, **changed}
+
+
+@pytest.mark.row("E18", clauses=("metrics",))
+def test_an_engine_that_offloads_experts_counts_them(board: MetricsBoard, directory: Path) -> None:
+    EngineMetrics(board, directory, "generator", "1", offloads=True).update(
+        stats(experts=ExpertCounts(90, 10, 12, 7, 2**20)), info()
+    )
+    board.send()
+    assert {name: value for name, value in of_engine().items() if name not in ENGINE} == {
+        "quire_expert_hits_total": 90,
+        "quire_expert_misses_total": 10,
+        "quire_expert_prefetches_total": 12,
+        "quire_expert_prefetch_hits_total": 7,
+        "quire_expert_loaded_bytes_total": 2**20,
+    }
 
 
 def test_counters_never_fall_and_go_on_over_an_engines_death(board: MetricsBoard, directory: Path) -> None:

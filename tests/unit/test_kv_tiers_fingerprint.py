@@ -125,11 +125,11 @@ VALUES: dict[str, list[Any]] = {
     "logits_processors": ['{"a": "json:JSONDecoder"}'],
 }
 ELSEWHERE = {
-    "model", "disk_cache_directory", "draft_model", "kv_events", "lora_modules", "lora_root", "tokenizer",
-    "trace_file",
+    "model", "disk_cache_directory", "draft_model", "kv_events", "lora_modules", "lora_root",
+    "max_resident_experts", "tokenizer", "trace_file",
 }  # fmt: skip
 """Names of files and addresses: other tests move the checkpoint; the rest never reaches the model. A fake
-device refuses tiers."""
+device refuses tiers, a model without experts a budget of them."""
 FINDS_NOTHING = {
     ("dtype", "bfloat16"), ("load_format", "dummy"), ("max_model_len", 100), ("max_model_len", 200),
     ("enable_prefix_caching", False),

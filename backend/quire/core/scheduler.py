@@ -29,6 +29,7 @@ from quire.core.transfers import BlockTransfers
 from quire.errors import EngineError, InvalidArgumentError, QuireError, describe
 from quire.outputs import (
     EngineCoreOutput,
+    ExpertCounts,
     ModelRunnerOutput,
     RowOutput,
     ScheduledRequest,
@@ -118,6 +119,7 @@ class Scheduler:
         self._has_draft_model = has_draft_model
         self.num_draft_tokens = self.num_accepted_drafts = 0
         """Number of draft tokens that steps verified since start, and how many of them were right."""
+        self._experts = ExpertCounts()
         self._planner = Planner(
             config,
             self.roster,
@@ -305,6 +307,7 @@ class Scheduler:
         # A step that was launched ahead has waited for the one before.
         seconds = now - max(step.begun, self._updated)
         self._updated = now
+        self._experts = runner_output.experts or self._experts
         outputs: list[EngineCoreOutput] = []
         for row, request, newly_cached, result in zip(
             step.output.scheduled, step.requests, step.newly_cached, runner_output.rows, strict=True
@@ -626,6 +629,7 @@ class Scheduler:
             num_adapter_hits=0 if adapters is None else adapters.num_hits,
             num_adapter_loads=0 if adapters is None else adapters.num_loads,
             num_adapter_evictions=0 if adapters is None else adapters.num_evictions,
+            experts=self._experts,
         )
 
     def check_integrity(self) -> None:

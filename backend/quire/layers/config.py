@@ -56,6 +56,8 @@ class ExpertsConfig:
     latent_size: int | None = None
     """Size of the vectors to which hidden states are projected for the routed experts; None: they read the
     hidden states themselves. Only SquaredExperts supports it."""
+    max_resident: int | None = None
+    """Most routed experts of a layer in memory at a time, fewer than `num_experts`; None: all of them are."""
 
     @classmethod
     def from_hf(

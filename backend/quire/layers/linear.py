@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -115,6 +115,8 @@ class Linear(nn.Module):
         self.parallel, self.activation = parallel, activation
         self.slots: list[PartSlots] = []
         """Adapter slots of each part; empty: there are none. See `worker/adapter_memory.py`."""
+        self.keep: Callable[[PackedLinear], PackedLinear] | None = None
+        """Puts packed weights elsewhere, and returns what takes their place; None: they stay."""
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """Maps x [num_tokens, in_features] to [num_tokens, size]. The size is the sum of the parts' sizes, or
@@ -159,7 +161,7 @@ class Linear(nn.Module):
 
     def set_packed(self, packed: PackedLinear) -> None:
         """Uses weights that `pack` made earlier from the same tensors, and drops `tensors`."""
-        self.packed = packed
+        self.packed = packed if self.keep is None else self.keep(packed)
         del self.tensors
 
     @property

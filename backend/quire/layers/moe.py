@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from quire.errors import ConfigError
 from quire.layers.config import DecoderConfig, ExpertsConfig
 from quire.layers.context import AdapterStep
+from quire.layers.expert_offload import OffloadedExperts
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, SquaredReLU
 from quire.layers.scheme import LinearScheme
@@ -66,7 +69,7 @@ class MixtureOfExperts(nn.Module):
         router_name: name of the router in the checkpoint.
     """
 
-    packed: PackedExperts
+    packed: PackedExperts | OffloadedExperts
     """Packed experts. They do not exist before `finish`."""
 
     def __init__(
@@ -84,6 +87,18 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts: nn.Module | None = None
         if experts.routing.shared is not None:
             self.shared_experts = GatedMLP(config, experts.shared_size, names)
+        self.offloaded: OffloadedExperts | None = None
+        """Experts with a budget of slots; None: there is no budget."""
+        if experts.max_resident is not None:
+            self._offload(experts.num_experts, experts.max_resident)
+
+    def _offload(self, num_experts: int, num_slots: int) -> None:
+        """Has experts moved out of memory as soon as they are packed."""
+        self.offloaded = OffloadedExperts(num_experts, num_slots)
+        for number, expert in enumerate(self.experts):
+            assert isinstance(expert, GatedMLP)
+            expert.gate_up.keep = partial(self.offloaded.gate_up.keep, number)
+            expert.down.keep = partial(self.offloaded.down.keep, number)
 
     def make_expert(
         self, config: DecoderConfig, experts: ExpertsConfig, names: tuple[str, str, str]
@@ -93,12 +108,19 @@ class MixtureOfExperts(nn.Module):
 
     def finish(self, device_type: str) -> None:
         """Joins the experts into one operator, once their layers are packed."""
+        resident = [] if self.offloaded is not None else [*self.experts]
         gate_up, down = [], []
-        for expert in (*self.experts, *filter(None, [self.shared_experts])):
+        for expert in (*resident, *filter(None, [self.shared_experts])):
             assert isinstance(expert, GatedMLP)
             gate_up.append(expert.gate_up.packed)
             down.append(expert.down.packed)
-        self.packed = ops.pack_experts(gate_up, down, device_type=device_type, dtype=self.gate.dtype)
+        packing: dict[str, Any] = {"device_type": device_type, "dtype": self.gate.dtype}
+        if self.offloaded is None:
+            self.packed = ops.pack_experts(gate_up, down, **packing)
+        else:
+            self.offloaded.finish(gate_up, down, **packing)
+            self.packed = self.offloaded
+            self.experts = nn.ModuleList()  # which have no weights of their own
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """Maps [num_tokens, hidden_size] to the same shape. Adapters do not change experts or their
@@ -106,8 +128,23 @@ class MixtureOfExperts(nn.Module):
         return self.gate.ranks.sum(self.packed(x, *self.gate(x)))
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots of offloaded experts; 0: no expert is offloaded."""
+        return 0 if self.offloaded is None else self.offloaded.nbytes
+
+    def offloaded_bytes(self, device_type: str) -> int:
+        """Estimates the bytes of the packed experts that have no slot. Works only before they are packed."""
+        if self.offloaded is None:
+            return 0
+        each = [one.packed_bytes(device_type) for one in self.experts[0].modules() if isinstance(one, Linear)]
+        return (self.offloaded.num_experts - self.offloaded.num_slots) * sum(each)
+
+    @property
     def unread_bytes(self) -> int:
         """Bytes of packed weights that a step with a single token does not read."""
+        if self.offloaded is not None:
+            each_slot = self.slot_bytes // self.offloaded.num_slots
+            return self.slot_bytes - self.gate.routing.num_chosen * each_slot
         each = [one.packed.nbytes for one in self.experts[0].modules() if isinstance(one, Linear)]
         return (len(self.experts) - self.gate.routing.num_chosen) * sum(each)
 
@@ -135,6 +172,8 @@ class SquaredExperts(MixtureOfExperts):
     """
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        if experts.max_resident is not None:
+            raise ConfigError("max_resident_experts: experts without a gate stay resident: not supported")
         super().__init__(config, experts)
         size, latent = config.hidden_size, experts.latent_size
         self.shared_experts = SquaredReLU(config, experts.shared_size, size)

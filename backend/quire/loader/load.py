@@ -102,7 +102,8 @@ def load_model(
 
     Args:
         config: the fields `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization,
-            attention_backend, packed_weights_size, model_impl, model_class and draft_model are used.
+            attention_backend, packed_weights_size, model_impl, model_class, draft_model and
+            max_resident_experts are used.
         device: device of the weights.
         check: called before the weights are read; raises an error if the model's shape is not allowed.
         with_digest: whether `LoadedModel.weights_digest` is computed.
@@ -116,7 +117,8 @@ def load_model(
             for multi-token prediction; or it is a draft head, and `draft_model` does not name it.
     """
     state = checkpoint_state(config.model)
-    cache = None if is_head else PackedCache.from_config(config, device)
+    is_cached = not is_head and config.max_resident_experts is None
+    cache = PackedCache.from_config(config, device) if is_cached else None
     entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check, ranks=ranks, is_head=is_head)
     model, files = empty.model, empty.files
@@ -195,6 +197,8 @@ def empty_model(
         )
         files = files and scheme.prepared(files)
     parsed = replace(parsed, scheme=scheme, attention_backend=backend, classifier=classifier)
+    if config.max_resident_experts is not None:
+        parsed = _with_budget(parsed, config.max_resident_experts, device)
     experts = parsed.experts
     num_experts = 0 if experts is None else len(experts.layers) * experts.num_experts
     needed = parsed.num_weights + _WEIGHTS_PER_EXPERT * num_experts
@@ -215,6 +219,18 @@ def empty_model(
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device)
         ends = end_token_ids(hf, generation)
     return EmptyModel(model, files, ends)
+
+
+def _with_budget(config: DecoderConfig, max_resident: int, device: torch.device) -> DecoderConfig:
+    """Returns a model's configuration with a budget of resident experts; raises ConfigError if the model or
+    the device does not support one."""
+    if device.type == "cuda":
+        raise ConfigError("max_resident_experts: on the CPU only: on a GPU all experts are resident")
+    if config.experts is None:
+        raise ConfigError("max_resident_experts: the model has no experts, or transformers computes them")
+    if max_resident >= config.experts.num_experts:
+        return config
+    return replace(config, experts=replace(config.experts, max_resident=max_resident))
 
 
 @contextmanager

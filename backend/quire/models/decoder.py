@@ -3,6 +3,7 @@ the methods that they override."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,6 +16,7 @@ from quire.layers.classifier import ClassifierHead
 from quire.layers.config import DecoderConfig
 from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
+from quire.layers.expert_offload import OffloadedExperts
 from quire.layers.hf_config import HFConfig
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Linear, Part, Weight
@@ -25,6 +27,7 @@ from quire.layers.rotary import RotaryEmbedding, neighbours_apart
 from quire.models.interface import ForwardInputs, Model
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec, LatentKV
+from quire.outputs import ExpertCounts
 from quire.roofline import ModelWork
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import (
@@ -109,6 +112,7 @@ class DecoderLayer(nn.Module):
         forward: FeedForwardWeights | ExpertsWeights
         if isinstance(mlp, MixtureOfExperts):
             router, bias = mlp.gate, mlp.gate.e_score_correction_bias
+            assert not isinstance(mlp.packed, OffloadedExperts), "operators compute them"
             forward = ExpertsWeights(
                 router=router.packed,
                 experts=mlp.packed,
@@ -394,14 +398,31 @@ class DecoderModel(nn.Module, Model):
         for module in self.modules():
             if isinstance(module, MixtureOfExperts | LatentAttention):
                 module.finish(self.norm.weight.device.type)
+        for one, following in itertools.pairwise(self._mixtures):
+            if one.offloaded is not None and following.offloaded is not None:
+                one.offloaded.following = following.gate, following.offloaded
         self._native = self._fuse()
         num_bytes = self._absorbed_bytes + sum(module.nbytes for _, module in self.packed_modules())
+        num_bytes += sum(one.slot_bytes for one in self._mixtures)
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def packed_bytes(self, device_type: str) -> int:
         """See Model."""
         num_bytes = sum(module.packed_bytes(device_type) for _, module in self.packed_modules())
+        num_bytes -= sum(one.offloaded_bytes(device_type) for one in self._mixtures)
         return self._absorbed_bytes + num_bytes + sum(parameter.nbytes for parameter in self.parameters())
+
+    @property
+    def _mixtures(self) -> list[MixtureOfExperts]:
+        """Mixture-of-experts layers, in order."""
+        return [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+
+    def count_experts(self, counts: ExpertCounts) -> bool:
+        """See Model."""
+        offloaded = [one.offloaded for one in self._mixtures if one.offloaded is not None]
+        for one in offloaded:
+            one.counts = counts
+        return bool(offloaded)
 
     @property
     def _absorbed_bytes(self) -> int:
@@ -413,7 +434,9 @@ class DecoderModel(nn.Module, Model):
         config, kind = self.config, self.layer_class
         if config.ranks.size > 1:
             return None  # there is no place in it for sums over the ranks
-        if config.experts is not None and config.experts.scales_inputs:
+        if config.experts is not None and (
+            config.experts.scales_inputs or config.experts.max_resident is not None
+        ):
             return None
         if kind.forward is not DecoderLayer.forward and kind.fused_weights is DecoderLayer.fused_weights:
             return None
@@ -445,9 +468,9 @@ class DecoderModel(nn.Module, Model):
         size, latent = config.hidden_size, config.latent
         value_size = config.head_dim if latent is None else latent.kv_rank
         num_bytes = sum(module.packed.nbytes for module in self.modules() if isinstance(module, Linear))
-        unread = sum(module.unread_bytes for module in self.modules() if isinstance(module, MixtureOfExperts))
+        num_bytes += sum(one.slot_bytes - one.unread_bytes for one in self._mixtures)
         return ModelWork(
-            layer_bytes=num_bytes - unread,
+            layer_bytes=num_bytes,
             layer_flops=2 * config.layer_weights(0 if experts is None else experts.routing.num_chosen),
             head_bytes=self.lm_head.packed.nbytes,
             head_flops=2 * size * config.vocab_size // config.ranks.size,

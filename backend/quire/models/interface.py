@@ -19,6 +19,7 @@ from quire.layers.linear import Linear, Weight
 from quire.layers.pooling import PoolingMode
 from quire.models.kv_groups import KVGroup
 from quire.models.kv_spec import KVLayers, KVSpec
+from quire.outputs import ExpertCounts
 from quire.roofline import ModelWork
 from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
@@ -174,6 +175,10 @@ class Model(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that no module packs, by name, as torch does."""
         ...
+
+    def count_experts(self, counts: ExpertCounts) -> bool:
+        """Adds what happens to offloaded experts from now on to `counts`. False: no expert is offloaded."""
+        return False
 
     def take_slots(self) -> None:
         """Called once, after the model's Linear layers have made their adapter slots. Raises ConfigError if

@@ -131,7 +131,8 @@ class TritonPythonModel:
         engine = EngineClient([link])
         max_loras = config.adapters.max_loras if config.adapters.enable_lora else 0
         # The directory is there now.
-        self._metrics = EngineMetrics(self._board, directory, *identity, max_loras)
+        offloads = config.model.max_resident_experts is not None
+        self._metrics = EngineMetrics(self._board, directory, *identity, max_loras, offloads=offloads)
         timeline.end("engine")
         self._vllm_board = None
         on_output = None

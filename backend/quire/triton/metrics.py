@@ -45,6 +45,14 @@ _ADAPTER_COUNTERS: dict[str, _Read] = {
     "quire_adapter_evictions_total": lambda stats: stats.num_adapter_evictions
 }
 """Further counters, of an engine that has slots for adapters."""
+_EXPERT_COUNTERS: dict[str, _Read] = {
+    "quire_expert_hits_total": lambda stats: stats.experts.num_hits,
+    "quire_expert_misses_total": lambda stats: stats.experts.num_misses,
+    "quire_expert_prefetches_total": lambda stats: stats.experts.num_prefetches,
+    "quire_expert_prefetch_hits_total": lambda stats: stats.experts.num_prefetch_hits,
+    "quire_expert_loaded_bytes_total": lambda stats: stats.experts.num_loaded_bytes,
+}
+"""Further counters, of an engine that offloads experts."""
 _GAUGES: dict[str, _Read] = {
     "quire_requests_running": lambda stats: stats.num_running,
     "quire_requests_loading": lambda stats: stats.num_loading,
@@ -152,12 +160,20 @@ class EngineMetrics:
         directory: directory that the engine's frontends share; named after the engine's configuration.
         model, version: labels of `quire_engine_info`.
         max_loras: the engine's slots for LoRA adapters; 0: it has none.
+        offloads: whether the engine may offload experts.
     """
 
     def __init__(
-        self, board: MetricsBoard, directory: Path, model: str, version: str, max_loras: int = 0
+        self,
+        board: MetricsBoard,
+        directory: Path,
+        model: str,
+        version: str,
+        max_loras: int = 0,
+        *,
+        offloads: bool = False,
     ) -> None:
-        self._board, self._max_loras = board, max_loras
+        self._board, self._max_loras, self._offloads = board, max_loras, offloads
         self._adapters: AdapterMetrics | None = None
         self._labels = {"engine": directory.name.rpartition("-")[2]}
         self._model = {"model": model, "version": version}
@@ -259,6 +275,7 @@ class EngineMetrics:
         if self._max_loras:
             self._adapters = AdapterMetrics(board, labels, self._max_loras)
         counters = _COUNTERS | (_ADAPTER_COUNTERS if self._max_loras else {})
+        counters |= _EXPERT_COUNTERS if self._offloads else {}
         self._counters = [(board.counter(name, **labels), read) for name, read in counters.items()]
         self._gauges = [(board.gauge(name, **labels), read) for name, read in _GAUGES.items()]
         self._waiting = [

@@ -40,8 +40,9 @@ _FEW = 16
 def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
     """Returns the configuration for loading the draft model: `config` with the draft model's path and without
     `model_class`. If the draft is the model's own head, both stay. If `max_model_len` is unset, it is the
-    target's."""
-    config = replace(config, max_model_len=config.max_model_len or target.max_position_embeddings)
+    target's. All experts are resident."""
+    longest = config.max_model_len or target.max_position_embeddings
+    config = replace(config, max_model_len=longest, max_resident_experts=None)
     return config if config.draft_model == MTP else replace(config, model=config.draft_model, model_class="")
 
 

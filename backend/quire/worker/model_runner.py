@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,7 @@ from quire.models.kv_groups import layers_per_group
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
+    ExpertCounts,
     ModelRunnerOutput,
     RowOutput,
     RunnerInfo,
@@ -131,6 +133,7 @@ class ModelRunner:
         self.num_computed_tokens = 0
         """Number of tokens that the model computed since start: the scheduled ones, less drafts that the
         draft model did not make. Padding does not count."""
+        self._experts = ExpertCounts()
         self._load()
 
     def _checkpoint_state(self) -> list[tuple[str, int, int]]:
@@ -158,6 +161,7 @@ class ModelRunner:
         is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
         # Padded rows of a recorded step would write states.
         is_eager |= any(group.is_state for group in self.model.kv_groups) or not self.model.is_recordable
+        self._offloads = self.model.count_experts(self._experts)
         has_slots = config.adapters.enable_lora
         self.slots = AdapterMemory(self.model, config.adapters, self.device) if has_slots else None
         self._pooler = Pooler(self._read_pooling(), self.model)
@@ -393,6 +397,8 @@ class ModelRunner:
         step = self._launched.popleft()  # first, so that it is not collected again if that fails
         step.phase("collect")
         self._settle(step)
+        if self._offloads:
+            step.output.experts = copy(self._experts)
         if self.tiers is not None:
             step.output.loads_done = self.tiers.poll()
         if step.timer is not None:

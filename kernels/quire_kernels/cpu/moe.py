@@ -48,16 +48,28 @@ class NativeExperts:
         self.library, self.isa, self.dtype = library, down[0].isa, down[0].dtype
         self.num_experts, self.hidden_size = len(down), down[0].out_features
         make = declarations().structure("Weight") * self.num_experts
-        arrays = [make(*(one.struct for one in linears)) for linears in (gate_up, down)]
-        self._owned = (list(gate_up), list(down), arrays)  # what the structures point into
-        self._pointers = [addressof(array) for array in arrays]
+        self._owned = (list(gate_up), list(down))  # what the structures point into
+        self._arrays = [make(*(one.struct for one in linears)) for linears in self._owned]
+        self._pointers = [addressof(array) for array in self._arrays]
 
     def struct(self, num_chosen: int) -> Any:
         """Returns the C++ structure for `num_chosen` experts per token. It is valid as long as this object
         lives."""
         return declarations().structure("Experts")(*self._pointers, self.num_experts, num_chosen)
 
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def replace(self, expert: int, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """See PackedExperts."""
+        for linears, array, one in zip(self._owned, self._arrays, (gate_up, down), strict=True):
+            assert isinstance(one, NativeLinear) and one.struct.format == array[expert].format, one
+            linears[expert], array[expert] = one, one.struct
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        shares: torch.Tensor,
+        sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See PackedExperts."""
         assert x.dtype == self.dtype and x.shape[1] == self.hidden_size, (x.dtype, x.shape)
         assert experts.dtype == torch.int64 and shares.dtype == torch.float32, (experts.dtype, shares.dtype)
@@ -73,6 +85,7 @@ class NativeExperts:
             byref(self.struct(experts.shape[1])),
             out.data_ptr(),
             out.stride(0),
+            None if sums is None else sums.data_ptr(),
         )
         return out
 

@@ -59,13 +59,26 @@ class LoopedExperts:
     """See `ops.pack_experts`. It computes one expert after the other."""
 
     def __init__(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> None:
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down = list(gate_up), list(down)
 
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def replace(self, expert: int, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """See PackedExperts."""
+        self.gate_up[expert], self.down[expert] = gate_up, down
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        shares: torch.Tensor,
+        sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See PackedExperts."""
         num_chosen, chosen, factors = experts.shape[1], experts.flatten(), shares.flatten()
-        places = chosen.argsort(stable=True).split(chosen.bincount(minlength=len(self.down)).tolist())
-        out = torch.zeros((x.shape[0], self.down[0].out_features), dtype=torch.float32, device=x.device)
+        counts = (chosen + 1).bincount(minlength=len(self.down) + 1)
+        places = chosen.argsort(stable=True).split(counts.tolist())[1:]
+        out = sums
+        if out is None:
+            out = torch.zeros((x.shape[0], self.down[0].out_features), dtype=torch.float32, device=x.device)
         for gate_up, down, own in zip(self.gate_up, self.down, places, strict=True):
             if len(own):
                 tokens = own // num_chosen

@@ -180,10 +180,11 @@ inline void route_rows(const float* logits, int64_t num_tokens, const Routing& r
 }
 
 // y[token] = sum of shares[token][i] * expert experts[token][i] of x[token]. x and y are plain matrices; experts of a token
-// are different ones.
+// are different ones. Those below 0 are left out; some token must have another. `totals`: float32 [num_tokens][hidden] to
+// which the sums are added, and y is their rounded result; null: zeros.
 template <class T>
 void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, const float* shares, const Experts& layer,
-         const Matrix<T>& y) {
+         const Matrix<T>& y, float* totals = nullptr) {
   using namespace gemm;
   struct Tokens;
   struct Shares;
@@ -191,22 +192,24 @@ void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, c
   struct Inner;
   struct Sums;
   if (num_tokens == 0) return;
-  const int64_t num_rows = num_tokens * layer.num_chosen;
+  const int64_t num_places = num_tokens * layer.num_chosen;
   const int64_t hidden = layer.gate_up->num_inputs;
 
   // Rows in the order of their experts, those of an expert in the order of tokens.
   std::vector<int64_t> places(layer.num_experts + 1);
-  for (int64_t i = 0; i < num_rows; ++i) ++places[experts[i] + 1];
+  for (int64_t i = 0; i < num_places; ++i)
+    if (experts[i] >= 0) ++places[experts[i] + 1];
   std::vector<ExpertRows> used;
   for (int expert = 0; expert < layer.num_experts; ++expert) {
     if (const int64_t count = places[expert + 1])
       used.push_back({layer.gate_up + expert, layer.down + expert, places[expert], count});
     places[expert + 1] += places[expert];
   }
-  const int64_t num_used = int64_t(used.size());
+  const int64_t num_used = int64_t(used.size()), num_rows = places.back();
   int64_t* tokens = scratch<Tokens, int64_t>(num_rows);
   float* weights = scratch<Shares, float>(num_rows);
-  for (int64_t i = 0; i < num_rows; ++i) {
+  for (int64_t i = 0; i < num_places; ++i) {
+    if (experts[i] < 0) continue;
     const int64_t place = places[experts[i]]++;
     tokens[place] = i / layer.num_chosen;
     weights[place] = shares[i];
@@ -258,7 +261,10 @@ void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, c
       const int blocks = int(std::min(blocks_each, num_blocks - first));
       const int64_t columns = int64_t(blocks) * block_columns;
       float* sums = scratch<Sums, float>(num_tokens * columns);
-      std::memset(sums, 0, num_tokens * columns * sizeof(float));
+      auto total_of = [&](int64_t token) { return totals + token * hidden + first * block_columns; };
+      if (!totals) std::memset(sums, 0, num_tokens * columns * sizeof(float));
+      for (int64_t token = 0; totals && token < num_tokens; ++token)
+        std::memcpy(sums + token * columns, total_of(token), columns * sizeof(float));
       for (int64_t i = 0; i < num_used; ++i) {
         const ExpertRows& one = used[i];
         const Split split(one.count, *one.down);
@@ -273,6 +279,8 @@ void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, c
       for (int64_t token = 0; token < num_tokens; ++token)
         for (int64_t c = 0; c < columns; c += width)
           store(y.data + token * y.ld + first * block_columns + c, load(sums + token * columns + c));
+      for (int64_t token = 0; totals && token < num_tokens; ++token)
+        std::memcpy(total_of(token), sums + token * columns, columns * sizeof(float));
     });
   });
 }

@@ -183,11 +183,11 @@ void quire_route(const float* logits, int64_t num_tokens, const Routing* routing
 }
 
 void quire_moe(Type type, const void* x, int64_t ldx, int64_t num_tokens, const int64_t* experts, const float* shares,
-               const Experts* layer, void* y, int64_t ldy) {
+               const Experts* layer, void* y, int64_t ldy, float* totals) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     moe(Matrix<const T>{static_cast<const T*>(x), ldx}, num_tokens, experts, shares, *layer,
-        Matrix<T>{static_cast<T*>(y), ldy});
+        Matrix<T>{static_cast<T*>(y), ldy}, totals);
   });
 }
 

@@ -1,0 +1,255 @@
+"""Expert offload: some of a layer's experts lie in memory, in slots; all of them lie in a mapped file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.errors import ConfigError
+from quire.outputs import ExpertCounts
+from quire_common.cache import lasting_directory
+from quire_common.host_memory import ALIGNMENT, aligned_bytes, file_bytes
+from quire_kernels import ops
+from quire_kernels.cpu.linear import NativeLinear
+from quire_kernels.reference.linear import TorchLinear
+from quire_kernels.weights import PackedLinear
+
+_LEAST_TRUST = 0.8
+"""Least share of the needed experts that was expected, for experts to be loaded ahead. A load in vain takes
+an expert's slot, and delays the next load."""
+_NEWEST_STEP = 0.05
+"""Weight of the newest step in the mean of that share."""
+
+
+class OffloadedMatrices:
+    """One packed matrix (gate and up, or down) of each expert of a layer: all of them in a mapped file, some
+    also in slots.
+
+    The file has no name, so that it is gone when its process has ended, however that ends.
+    """
+
+    def __init__(self, num_experts: int, num_slots: int) -> None:
+        self.num_experts, self.num_slots = num_experts, num_slots
+        self.layers: list[PackedLinear] = []
+        """Layer of each slot; empty until the first expert is kept."""
+
+    def keep(self, expert: int, packed: PackedLinear) -> PackedLinear:
+        """Copies an expert's packed matrix into the file. Returns the layer of a slot, in its place.
+
+        Raises:
+            ConfigError: there is no room for the file, or the matrix has another form than those before it,
+                or one that is not supported.
+        """
+        tensors = _tensors(packed)
+        form = [_fixed(packed), [(name, one.shape, one.dtype) for name, one in tensors.items()]]
+        if not self.layers:
+            self._form = form
+            self._make(packed, tensors)
+        if form != self._form:
+            raise ConfigError("max_resident_experts: the experts of a layer have weights of different forms")
+        for tensor, place in zip(tensors.values(), self._placed(tensors, self.homes[expert]), strict=True):
+            place.copy_(tensor)
+        return self.layers[0]
+
+    def _make(self, packed: PackedLinear, tensors: dict[str, torch.Tensor]) -> None:
+        size = sum(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in tensors.values())
+        directory = lasting_directory("experts")
+        if directory is None:
+            raise ConfigError("max_resident_experts: no cache directory lasts, see QUIRE_CACHE_DIR")
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.homes = file_bytes(self.num_experts * size, directory).view(self.num_experts, size)
+        except OSError as error:
+            raise ConfigError(
+                f"max_resident_experts: {directory} has no room for {self.num_experts * size / 1e6:.1f} MB "
+                f"of a layer's experts: {error.strerror}"
+            ) from None
+        self._slots = aligned_bytes(self.num_slots * size).view(self.num_slots, size)
+        for slot in self._slots:
+            views = dict(zip(tensors, self._placed(tensors, slot), strict=True))
+            self.layers.append(_with_tensors(packed, views))
+
+    @staticmethod
+    def _placed(tensors: dict[str, torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of `memory`, uint8 [size], with the types and shapes of the tensors."""
+        begin, views = 0, []
+        for one in tensors.values():
+            views.append(memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape))
+            begin += -(-one.nbytes // ALIGNMENT) * ALIGNMENT
+        return views
+
+    def load(self, expert: int, slot: int) -> None:
+        """Copies an expert's matrix from the file into a slot."""
+        self._slots[slot].copy_(self.homes[expert])
+
+    def prefetch(self, expert: int, slot: int) -> None:
+        """Does what `load` does, but on the calling thread alone: threads of PyTorch would compete with those
+        that compute."""
+        np.copyto(self._slots[slot].numpy(), self.homes[expert].numpy())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self._slots.nbytes
+
+
+class OffloadedExperts:
+    """Experts of a layer of which at most `num_slots` lie in memory; see PackedExperts. The shared expert
+    always does.
+
+    An expert without a slot is loaded into that of the least recently used one. If a batch needs more experts
+    than there are slots, groups of them are loaded and computed one after the other. `expect` loads experts
+    ahead, on a thread of its own; everything else happens on the thread that computes.
+    """
+
+    def __init__(self, num_experts: int, num_slots: int) -> None:
+        self.num_experts, self.num_slots = num_experts, num_slots
+        self.gate_up = OffloadedMatrices(num_experts, num_slots)
+        self.down = OffloadedMatrices(num_experts, num_slots)
+        self.counts = ExpertCounts()
+        """Counts to which this layer adds its own. Layers may share them."""
+        self._slot_of: dict[int, int] = {}
+        """Slot of each expert that has one, the least recently used first."""
+        self.following: tuple[Callable[[torch.Tensor], Any], OffloadedExperts] | None = None
+        """Router and experts of the next layer with offloaded experts; None: there is none. That router gets
+        this layer's input, which is like its own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
+        self._ahead: dict[int, Future[None]] = {}
+        """Loads of experts that were expected, until they are used or lose their slot."""
+        self._expected: set[int] = set()
+        """Experts that the next step was expected to need."""
+        self._trust = 1.0
+        """Mean share of the needed experts that were expected, in the latest steps."""
+
+    def finish(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **packing: Any) -> None:
+        """Joins the experts, once all of them are kept, with the matrices of the shared expert, if there is
+        one. `packing`: see `ops.pack_experts`."""
+        self._joined = ops.pack_experts(
+            [*self.gate_up.layers[:1] * self.num_experts, *gate_up],
+            [*self.down.layers[:1] * self.num_experts, *down],
+            **packing,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """See PackedExperts."""
+        needed = [expert for expert in experts.unique().tolist() if expert < self.num_experts]
+        if self._expected:
+            right = len(self._expected.intersection(needed)) / len(needed)
+            self._trust += _NEWEST_STEP * (right - self._trust)
+            self._expected = set()
+        count = self._provide(needed)
+        if self.following is not None:
+            router, others = self.following
+            others.expect(router(x).experts)
+        if count == len(needed):
+            return self._joined(x, experts, shares)
+        # Groups follow each other in the order of numbers, in which a token's results are added.
+        sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        while count < len(needed):
+            is_later = experts >= needed[count]
+            self._joined(x, experts.masked_fill(is_later, -1), shares, sums)
+            experts, needed = experts.masked_fill(~is_later, -1), needed[count:]
+            count = self._provide(needed)
+        return self._joined(x, experts, shares, sums)
+
+    def _provide(self, needed: Sequence[int]) -> int:
+        """Loads the first of the experts that a batch needs, as many as fit beside later ones that have a
+        slot. Returns their number, at least 1."""
+        all_needed = set(needed)
+        for place, expert in enumerate(needed):
+            slot = self._slot_of.pop(expert, None)
+            if slot is not None:
+                self.counts.num_hits += 1
+                self.counts.num_prefetch_hits += self._wait(expert)
+            else:
+                slot = self._free_slot(all_needed, must=place == 0)
+                if slot is None:
+                    return place
+                self._give(expert, slot)
+                self.gate_up.load(expert, slot)
+                self.down.load(expert, slot)
+                self.counts.num_misses += 1
+            self._slot_of[expert] = slot
+        return len(needed)
+
+    def expect(self, experts: torch.Tensor) -> None:
+        """Begins to load experts, of any shape, that will probably be needed next. They take the slots of
+        others only."""
+        expected = {expert for expert in experts.unique().tolist() if expert < self.num_experts}
+        self._expected = expected
+        for expert in sorted(expected.difference(self._slot_of)):
+            slot = self._free_slot(expected) if self._trust >= _LEAST_TRUST else None
+            if slot is None:
+                return
+            self._give(expert, slot)
+            self._slot_of[expert] = slot
+            self._ahead[expert] = _loader().submit(self._prefetch, expert, slot)
+            self.counts.num_prefetches += 1
+
+    def _prefetch(self, expert: int, slot: int) -> None:
+        self.gate_up.prefetch(expert, slot)
+        self.down.prefetch(expert, slot)
+
+    def _wait(self, expert: int) -> bool:
+        """Waits until an expert that was expected is loaded. False: it was used before, or not expected."""
+        loading = self._ahead.pop(expert, None)
+        if loading is not None:
+            loading.result()
+        return loading is not None
+
+    def _free_slot(self, needed: Collection[int], *, must: bool = False) -> int | None:
+        """Returns an unused slot, or takes that of the least recently used expert that is not needed. If all
+        are needed, it takes that of the last one (`must`), or none."""
+        if len(self._slot_of) < self.num_slots:
+            return len(self._slot_of)
+        last = max(self._slot_of) if must else None
+        victim = next((expert for expert in self._slot_of if expert not in needed), last)
+        if victim is None:
+            return None
+        self._wait(victim)
+        return self._slot_of.pop(victim)
+
+    def _give(self, expert: int, slot: int) -> None:
+        """Has an expert computed with the weights that will be in a slot."""
+        self._joined.replace(expert, self.gate_up.layers[slot], self.down.layers[slot])
+        self.counts.num_loaded_bytes += self.nbytes // self.num_slots
+
+
+@cache
+def _loader() -> ThreadPoolExecutor:
+    """Makes the thread that loads expected experts."""
+    return ThreadPoolExecutor(1, "quire-experts")
+
+
+def _tensors(packed: PackedLinear) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a packed matrix by name."""
+    if not isinstance(packed, NativeLinear | TorchLinear):
+        raise ConfigError(
+            "max_resident_experts: not supported for weights that are reordered or of several forms"
+        )
+    values = packed.state() if isinstance(packed, NativeLinear) else vars(packed)
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _fixed(packed: PackedLinear) -> list[Any]:
+    """Returns what must be equal in the packed matrices of all experts, beside types and shapes."""
+    return [type(packed), packed.state()["struct"] if isinstance(packed, NativeLinear) else None]
+
+
+def _with_tensors(packed: PackedLinear, tensors: dict[str, torch.Tensor]) -> PackedLinear:
+    """Returns a packed matrix like another one, with other tensors."""
+    if isinstance(packed, NativeLinear):
+        return NativeLinear.restored(packed.library, packed.state() | tensors)
+    other = copy.copy(packed)
+    vars(other).update(tensors)
+    return other
