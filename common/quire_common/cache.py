@@ -31,8 +31,8 @@ def cache_directory(name: str) -> Path:
     """Returns the folder `name` below QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire, or
     below the folder that takes their place.
 
-    The folder may be missing or read-only: `keep` makes it, or logs that it could not. If other users can
-    write in it, a folder of this process alone is returned.
+    The folder may be missing or read-only: `keep` makes it, or logs that it could not. If it cannot be used
+    (other users can write in it, for example), a folder of this process alone is returned.
     """
     folder = _root(_wanted(), Path(tempfile.gettempdir())) / name
     try:
@@ -78,7 +78,7 @@ def keep(path: Path, data: bytes) -> bool:
     """Writes data followed by its digest, which loaders of shared libraries and machine code ignore.
 
     The write is atomic: readers see the old file or the new one, and the last writer wins. Returns False if
-    it fails, which is logged once per folder.
+    it fails, which is logged once per folder and reason.
     """
     return write(path, sealed(data))
 

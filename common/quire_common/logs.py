@@ -1,4 +1,5 @@
-"""Logging of our processes below tritonserver: lines on stderr, as text or JSON, without texts of clients.
+"""Logging of our processes below tritonserver: lines on stderr, as text or JSON. Of clients' texts they have
+request ids alone, unless QUIRE_LOG_CONTENT is set.
 
 Environment variables set it up, so that all processes of a server log alike: `QUIRE_LOG_LEVEL`,
 `QUIRE_LOG_FORMAT` and `QUIRE_LOG_CONTENT`.

@@ -1,7 +1,7 @@
 """Fills the vision part of a model from a checkpoint's files, without reading the language model's tensors.
 
-safetensors are read tensor by tensor, pickles are memory-mapped, and shards that hold nothing of the vision
-part are not opened.
+safetensors are read tensor by tensor, pickles are memory-mapped (except files from before torch 1.6), and
+shards that hold nothing of the vision part are not opened.
 """
 
 from __future__ import annotations

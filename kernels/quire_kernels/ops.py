@@ -130,7 +130,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_map
         key: [num_tokens, num_kv_heads, head_dim], already rotated.
         value: the same shape.
         kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], plain or quantised; written in place.
-        slot_mapping: int64 [num_tokens]; every slot is valid, and no two tokens share one.
+        slot_mapping: int64 [num_tokens]; every slot is valid, and no two tokens share one, except padding.
     """
     data = data_of(kv_layer)
     registry.select(

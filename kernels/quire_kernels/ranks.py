@@ -28,7 +28,8 @@ class Ranks:
         """Connects this process with the other ranks: by NCCL on GPUs, by gloo elsewhere.
 
         Args:
-            store: path of a file that only the ranks can write. The rank that joins first makes it.
+            store: path of a file, empty or missing, through which the ranks find each other. Nobody else may
+                write it.
             device: device of the collectives' tensors.
         """
         dist.init_process_group(

@@ -85,8 +85,8 @@ class Linear(nn.Module):
             divided, and so is the next layer's input. "row": the input features are divided, and the result
             is the sum over the ranks. None: each rank has the whole layer.
         bias: whether every part has a bias.
-        activation: for two parts of equal size, gate and up: the result is activation(gate) * up. See
-            `ops.pack_linear`.
+        activation: for two parts of equal size, gate and up, or one part that holds both: the result is
+            activation(gate) * up. See `ops.pack_linear`.
         num_parts: number of pieces into which the ranks divide a part, by its name; by default, one per rank.
 
     `in_features` and the sizes in `parts` are this rank's.

@@ -79,7 +79,7 @@ class LinearScheme(Protocol):
 
         Args:
             name: name of the table, without the tensors' suffixes: "model.embed_tokens" or "lm_head".
-            num_rows: tokens in the vocabulary.
+            num_rows: number of tokens that have a row.
             size: numbers in a row.
             is_head: whether the table computes logits.
             dtype: type of looked-up rows, and of the input x.

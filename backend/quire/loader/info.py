@@ -112,7 +112,7 @@ def named_tokens(tokenizer: str, names: str) -> list[tuple[str, int]]:
     """Returns name and id of the two tokens that `classifier_from_token` names.
 
     Args:
-        tokenizer: directory of the tokenizer.
+        tokenizer: directory of the tokenizer, or a .gguf file.
         names: the names, separated by a comma.
 
     Raises:

@@ -113,8 +113,9 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is missing, broken or unsupported, or changed while it was read. The
             message is one line that names the file.
-        ConfigError: the checkpoint does not allow the quantisation, or this number of ranks; it has no head
-            for multi-token prediction; or it is a draft head, and `draft_model` does not name it.
+        ConfigError: the checkpoint does not allow the quantisation, or this number of ranks; `model_class` or
+            an entry point gives no Model; the checkpoint has no head for multi-token prediction; or it is a
+            draft head, and `draft_model` does not name it.
     """
     state = checkpoint_state(config.model)
     is_cached = not is_head and config.max_resident_experts is None

@@ -1,9 +1,10 @@
 """PackedCache: keeps weights that are packed for the CPU kernels on disk, for the next start.
 
-There is one file per model. Its name is a digest of the checkpoint's files, the options, and all code that
-computes, so a file of that name holds what packing would give. A file is written under a temporary name and
-then renamed. Its index and every tensor have a checksum, so damage is detected. The file is read into memory
-and not mapped: all of it is checked anyway, and access to a mapped file that was truncated raises SIGBUS.
+There is one file per model, options and rank. Its name is a digest of these, of the checkpoint's files and of
+all code that computes, so a file of that name holds what packing would give. A file is written under a
+temporary name and then renamed. Its index and every tensor have a checksum, so damage is detected. The file
+is read into memory and not mapped: all of it is checked anyway, and access to a mapped file that was
+truncated raises SIGBUS.
 (Products were as fast from a mapped file: 17.9 and 17.3 GB/s, 2026-11-26.)
 """
 
@@ -103,11 +104,11 @@ class BackgroundWriter:
 
 
 class PackedCache:
-    """A directory with one file per model.
+    """A directory with one file per entry.
 
     Args:
         directory: accessible to this user alone; made when the first entry is written.
-        limit: most bytes in it; the least recently used entries are removed.
+        limit: most bytes of its entries; the least recently used ones are removed.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:

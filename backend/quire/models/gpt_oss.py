@@ -50,8 +50,8 @@ class GptOssLayer(DecoderLayer):
 class GptOssForCausalLM(DecoderModel):
     """Every other layer has a window, beginning with the first, unless `layer_types` says otherwise.
 
-    (OpenAI, gpt-oss model card, arXiv 2508.10925.) A checkpoint has one tensor for each projection of
-    all experts of a layer. In `gate_up_proj` the output features of gate and up alternate.
+    (OpenAI, gpt-oss model card, arXiv 2508.10925.) A checkpoint's tensors of a projection hold all experts
+    of a layer. In `gate_up_proj` the output features of gate and up alternate.
     """
 
     layer_class = GptOssLayer

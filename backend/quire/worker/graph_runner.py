@@ -11,7 +11,7 @@ blocks were appended.
 be recorded; it runs eagerly between recorded pieces.
 
 A batch is padded to the next recorded size. Padding rows write to a scratch block after the pool, which no
-request uses. So kernels need not know of padding, and nothing of it is read.
+request uses. So kernels need not know of padding, and no request reads anything of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The batch is ragged and flat, without padding: the tokens of all rows follow each other, and `query_start_loc`
 marks the borders. State is kept by request. A step's arrays are built from it with a few numpy calls, whose
-number does not depend on the batch size.
+number does not depend on the batch size, except for images and pairs of texts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CachedRequest:
 
     def on_sampled(self) -> None:
         """Records that a token was sampled for the request (for choice 0, if there are several). Later steps
-        sample one token each.
+        sample for that choice alone.
 
         With beam search the token is not part of the sequence yet: the scheduler sends the tokens it chooses.
         """

@@ -80,8 +80,8 @@ MAX_GRAPH_TOKENS = 512
 
 
 def resolve_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """Returns the device for a configuration. `auto` is cuda if a device is visible, else cpu. With several
-    ranks each uses its own GPU, which becomes the current device.
+    """Returns the device for a configuration. `auto` is cuda if a device is visible, else cpu. Of several
+    ranks on cuda, each uses its own GPU, which becomes the current device.
 
     Raises:
         ConfigError: cuda was configured and there is no device, or there are CUDA devices but not one for

@@ -31,8 +31,8 @@ _NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 class SamplingRow:
     """Sampling state of the request behind one row of logits: everything the sampler needs of it.
 
-    If the runner keeps a request's row from step to step, penalties and n-gram bans cost O(new tokens) per
-    step. A new row in each step gives the same tokens and costs O(all tokens).
+    If the runner keeps a request's row from step to step, updating the history for penalties and n-gram bans
+    costs O(new tokens) per step. A new row in each step gives the same tokens and costs O(all tokens).
     """
 
     params: SamplingParams

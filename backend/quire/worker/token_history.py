@@ -1,8 +1,7 @@
 """TokenHistory: statistics of a request's tokens for penalties, n-gram bans and bad words.
 
-Every structure grows with the tokens. A row costs a step only its newest token and the edits that it asks
-for, independent of the prompt's length, `no_repeat_ngram_size` or the words. Ids outside the vocabulary are
-not filtered here.
+Every structure grows with the tokens. A step adds only a row's newest tokens, at about the same cost for any
+length of the prompt and any `no_repeat_ngram_size`. Ids outside the vocabulary are not filtered here.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def grouped(
     table: tuple[int, ...] | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> Matrix:
-    """Makes a matrix whose weights are (code - zero) * scale.
+    """Makes a matrix whose weights are (code - zero) * scale, with `table` and `row_scales` as in
+    GroupedWeight.
 
     Args:
         codes: uint8 [out_features, in_features].
