@@ -244,6 +244,9 @@ def test_log_probabilities_of_the_prompt_as_vllm_tells_them(base: str, server: F
     (choice,) = complete(base, "logprobs", prompt_logprobs=1, echo=True, logprobs=3).json()["choices"]
     assert read_inputs(server.requests[-1])["prompt_logprobs"] == [3]
     assert choice["prompt_logprobs"][1].keys() == {"7", "5"} and choice["logprobs"]["tokens"]
+    (plain,) = complete(base, "logprobs", prompt_logprobs=1, logprobs=3).json()["choices"]
+    assert plain["prompt_logprobs"] and plain["logprobs"]["text_offset"][0] == 0
+    assert len(plain["logprobs"]["tokens"]) == len(choice["logprobs"]["tokens"]) - 2, "the prompt has two"
     assert "prompt_logprobs" not in complete(base, "logprobs").json()["choices"][0]
 
 

@@ -72,8 +72,9 @@ class ReplyFormat:
     choices_per_prompt: int = 1
     logprobs: LogprobsFormat | None = None
     """Form of the log-probabilities; None if not asked for."""
-    echoed: tuple[int, ...] = ()
-    """Number of characters of each prompt, if the answers begin with the prompts' texts; else empty."""
+    echoed: tuple[int, ...] | None = None
+    """Number of characters of each prompt, if the answers begin with the prompts; empty if it is not known.
+    None: the answers do not begin with the prompts."""
     continuous_usage: bool = False
     prompt_logprobs: int | None = None
     """Number of most likely tokens to return for each position of the prompt; None if not asked for."""
@@ -128,9 +129,10 @@ class ReplyFormat:
     def _choice(self, choice: Choice, result: Result) -> dict[str, Any]:
         logprobs = None
         if self.logprobs is not None:
-            prompts = result.prompt_logprobs
+            prompts = () if self.echoed is None else result.prompt_logprobs
+            lengths = self.echoed or ()
             prompt = prompts[choice.batch_index] if choice.batch_index < len(prompts) else None
-            echoed = self.echoed[choice.batch_index] if choice.batch_index < len(self.echoed) else None
+            echoed = lengths[choice.batch_index] if choice.batch_index < len(lengths) else None
             logprobs = self.logprobs.format(choice.logprobs, prompt, choice.text, 0, echoed)
         whole: dict[str, Any] = {"index": self.index_of(choice), "logprobs": logprobs}
         if self.is_chat:

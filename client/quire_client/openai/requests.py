@@ -217,11 +217,11 @@ class TextRequest:
         return "text_input" if self.prompt is not None else "input_ids"
 
     @property
-    def echoed(self) -> tuple[int, ...]:
-        """Number of characters of each prompt's text if the answer repeats it (`echo`). Empty without `echo`
-        and for prompts of token ids."""
+    def echoed(self) -> tuple[int, ...] | None:
+        """Number of characters of each prompt's text if the answer repeats it (`echo`); empty for prompts of
+        token ids. None without `echo`."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
-        return tuple(map(len, texts)) if self.echo else ()
+        return tuple(map(len, texts)) if self.echo else None
 
     @property
     def num_prompts(self) -> int:
