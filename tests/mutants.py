@@ -770,6 +770,13 @@ _WORKER = (
 
 _MODELS = (
     Mutant(
+        "indexers count negative scores",
+        "backend/quire/layers/indexer.py",
+        "weight @ torch.relu(heads @ keys[: first + i].T)",
+        "weight @ (heads @ keys[: first + i].T)",
+        ("tests/unit/test_models.py::test_logits_equal_transformers[whole-deepseek_v32]",),
+    ),
+    Mutant(
         "scores have YaRN's factor once",
         "backend/quire/models/deepseek_v2.py",
         'yarn_scale(rope.parameters["factor"], all_dim) ** 2',

@@ -18,9 +18,7 @@ from safetensors.torch import save_file
 
 from quire.config import ModelConfig, choices
 from quire.errors import CheckpointError
-from quire.layers.latent_attention import UpProjection
-from quire.layers.linear import Linear
-from quire.layers.moe import Router
+from quire.layers.linear import AsStoredLinear, Linear
 from quire.loader.load import empty_model, fill_weights
 from quire.loader.quantized.scheme import ForeignTensors
 from quire.models.decoder import DecoderModel
@@ -115,7 +113,7 @@ def kept(driver: Driver) -> str:
         AS.get(NativeFormat(one.struct.format), "numbers") if isinstance(one, NativeLinear) else "numbers"
         for layer in driver.model.layers
         for linear in layer.modules()
-        if isinstance(linear, Linear) and not isinstance(linear, Router | UpProjection)
+        if isinstance(linear, Linear) and not isinstance(linear, AsStoredLinear)
         for one in linears(linear.packed)
     }
     return ", ".join(sorted(found))
@@ -270,6 +268,18 @@ def test_other_families_load_of_the_formats_that_their_line_names(
         exact = shutil.copytree(plain(family), tmp_path / f"{name} means")
         save_file(means, exact / "model.safetensors", metadata={"format": "pt"})
         assert error(driver.logits(IDS), hf_logits(hf_model(exact), IDS)) < most_off(family), name
+
+
+def test_fp8_blocks_with_an_indexer(plain: Callable[..., Path], tmp_path: Path) -> None:
+    """As DeepSeek's files: the indexer's projections in fp8, the weights of its heads and routers plain."""
+    exempt = ("lm_head", "gate", "weights_proj")
+    path, means = make_foreign(plain("deepseek_v32"), tmp_path / "fp8", MAKERS["FP8 blocks"], exempt=exempt)
+    assert cell(path, 1) == "FP8 blocks"
+    driver = Driver.load(path, dtype="float32")
+    assert kept(driver) == FOREIGN["FP8 blocks"][1]
+    exact = shutil.copytree(plain("deepseek_v32"), tmp_path / "means")
+    save_file(means, exact / "model.safetensors", metadata={"format": "pt"})
+    assert error(driver.logits(IDS), hf_logits(hf_model(exact), IDS)) < most_off("deepseek_v32")
 
 
 def meant(family: str, means: Tensors) -> torch.Tensor:

@@ -161,8 +161,9 @@ def test_guesses_are_those_of_the_layer(case: Case, options: dict[str, Any], ahe
 
 
 @pytest.mark.row("E26", clauses=("equal",))
-def test_latent_attention(tmp_path: Path) -> None:
-    compare(make_mtp(tmp_path / "model", "deepseek_v3"), asked(), PROMPTS[:4])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
+def test_latent_attention(tmp_path: Path, family: str) -> None:
+    compare(make_mtp(tmp_path / "model", family), asked(), PROMPTS[:4])
 
 
 @pytest.mark.row("E25", clauses=("equal", "rollback", "three"))

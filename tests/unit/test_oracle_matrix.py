@@ -26,7 +26,7 @@ from tests.unit.test_engine import random_prompts
 
 FAMILIES = (
     *("llama", "qwen3", "mistral", "gemma3", "gemma4", "llama4", "deepseek_v3", "qwen3_next", "qwen3_5"),
-    *("lfm2", "nemotron_h", "granitemoehybrid"),
+    *("lfm2", "nemotron_h", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
 )
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -114,6 +114,8 @@ each_way_and_family = pytest.mark.parametrize(
         and (way == "recorded" or family not in ("gemma4", "llama4"))
         # Layers with a state are never recorded.
         and (way != "recorded" or family not in HYBRID_FAMILIES)
+        # Models with indexers are never recorded, and differ from deepseek_v3 in one step alone.
+        and (way == "in turns" or family not in ("deepseek_v32", "glm_moe_dsa"))
     ],
     indirect=["ahead"],
 )

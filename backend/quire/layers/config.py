@@ -200,6 +200,41 @@ class QueryScaling(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """Sizes of sparse attention's indexer; see `Indexer`."""
+
+    topk: int
+    """Number of positions that a token attends to."""
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    """See `LatentConfig`. The first `rope_dim` dimensions of a head are rotated."""
+    shared_layers: tuple[int, ...] = ()
+    """Indices of the layers without an indexer. Their tokens attend to the positions that the last indexer
+    before them chose."""
+
+    @classmethod
+    def from_hf(cls, hf: HFConfig, latent: LatentConfig, *, interleaved: bool) -> IndexConfig:
+        """Reads the sizes from config.json; raises CheckpointError."""
+        if latent.query_rank is None:
+            raise hf.error("q_lora_rank null is not supported: the indexer reads the queries' latent")
+        head_dim = hf.require_int("index_head_dim", 128, most=MAX_HEADS)
+        if head_dim < latent.rope_dim:
+            raise hf.error(f"index_head_dim={head_dim} is less than qk_rope_head_dim={latent.rope_dim}")
+        if not latent.interleaved:
+            raise hf.error("rope_interleave false is not supported beside an indexer")
+        if hf.flag("indexer_rope_interleave", interleaved) != interleaved:
+            only = str(interleaved).lower()
+            raise hf.error(f"indexer_rope_interleave is always {only} for {hf.architecture}")
+        return cls(
+            topk=hf.require_int("index_topk", 2048),
+            num_heads=hf.require_int("index_n_heads", most=MAX_HEADS),
+            head_dim=head_dim,
+            interleaved=interleaved,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentConfig:
     """Sizes of multi-head latent attention; see `LatentAttention`."""
 
@@ -217,6 +252,8 @@ class LatentConfig:
     """Dimensions of a head's values."""
     interleaved: bool
     """Whether neighbouring dimensions rotate together; False: pairs (i, i + rope_dim / 2) do."""
+    index: IndexConfig | None = None
+    """Sizes of the indexer; None: tokens attend to all positions that they see."""
 
     @classmethod
     def from_hf(cls, hf: HFConfig) -> LatentConfig:
@@ -434,6 +471,9 @@ class DecoderConfig:
         if latent.query_rank is not None:
             of_query = latent.query_rank * (self.hidden_size + query_size)
         expanded = self.num_heads * latent.nope_dim + self.attended_size
+        if (index := latent.index) is not None:
+            sizes += index.head_dim + index.num_heads
+            of_query += (latent.query_rank or 0) * index.num_heads * index.head_dim
         return self.hidden_size * sizes + of_query + latent.kv_rank * expanded
 
     @property

@@ -17,16 +17,18 @@ round differently, and a token's bits must not depend on how its prompt is cut i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from quire.layers.config import DecoderConfig
 from quire.layers.context import LayerContext
-from quire.layers.linear import Linear
+from quire.layers.indexer import Chosen, Indexer
+from quire.layers.linear import AsStoredLinear, Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.scheme import LinearScheme
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
@@ -37,14 +39,10 @@ _NORM_EPS = 1e-6
 EXPANDED_BYTES = 2**30
 """Most bytes for the keys and values of a step's expanded contexts. A step that would need more is
 absorbed."""
-
-
-class UpProjection(Linear):
-    """`kv_b_proj`: computes keys and values of all heads. It is quantised only if the checkpoint's is."""
-
-    def allocate(self, scheme: LinearScheme, path: str) -> None:
-        """See Linear."""
-        super().allocate(scheme.of_routers, path)
+GATHERED_BYTES = 2**26
+"""Most bytes of chosen vectors that sparse attention copies at once, unless one token needs more."""
+_CHOSEN = "chosen positions"
+"""Key in a step's `AttentionMetadata.plans` of what the last indexer chose, for layers that share it."""
 
 
 class Part(NamedTuple):
@@ -62,7 +60,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention: projections through latents, norms, rotary embedding, cache write and
     paged attention."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         latent = config.latent
         assert latent is not None
@@ -89,12 +87,15 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(config, latent.kv_rank)
         self.kv_a_layernorm.eps = _NORM_EPS
         expanded_size = self.num_heads * (latent.nope_dim + latent.value_dim)
-        self.kv_up = UpProjection(
+        self.kv_up = AsStoredLinear(
             config, latent.kv_rank, {"kv_b_proj": expanded_size}, parallel="column", bias=False
         )
         self.out = Linear(
             config, config.attended_size, {"o_proj": config.hidden_size}, parallel="row", bias=config.out_bias
         )
+        self.indexer: Indexer | None = None
+        if latent.index is not None and layer not in latent.index.shared_layers:
+            self.indexer = Indexer(config)
         self.least_expanded: int | None = None
         """Least number of new tokens for which a sequence is expanded; None: no sequence is."""
 
@@ -129,7 +130,10 @@ class LatentAttention(nn.Module):
         kv_size = latent.kv_rank + latent.rope_dim
         first, kv = self.down(x, adapters).tensor_split([-kv_size], dim=1)
         if self.q_up is not None:
-            first = self.q_up(self.q_a_layernorm(first), adapters)
+            first = self.q_a_layernorm(first)
+            if self.indexer is not None:
+                meta.plans[_CHOSEN] = self.indexer(x, first, context)
+            first = self.q_up(first, adapters)
         heads = first.unflatten(1, (self.num_heads, -1))
         query, rotary = heads[..., : latent.nope_dim], heads[..., latent.nope_dim :]
         rotary = torch.cat((rotary, kv[:, None, latent.kv_rank :]), dim=1)
@@ -139,8 +143,13 @@ class LatentAttention(nn.Module):
         key = torch.cat((self.kv_a_layernorm(kv[:, : latent.kv_rank]), rotary[:, -1]), dim=1).unsqueeze(1)
         ops.write_kv(key, key, kv_layer, meta.slot_mapping)
         out = x.new_empty((x.shape[0], self.num_heads, latent.value_dim))
-        expanded, absorbed = self._split(meta, data_of(kv_layer).shape[3])
-        if expanded is None:
+        chosen: Chosen | None = None if latent.index is None else meta.plans[_CHOSEN]
+        expanded, absorbed = (
+            (None, None) if chosen is not None else self._split(meta, data_of(kv_layer).shape[3])
+        )
+        if chosen is not None:
+            self._sparse(query, rotary[:, :-1], data_of(kv_layer), meta, chosen, out)
+        elif expanded is None:
             self._absorbed(query, rotary[:, :-1], kv_layer, meta, out)
         else:
             rows = expanded.rows
@@ -170,6 +179,28 @@ class LatentAttention(nn.Module):
             latent_query, kv_layer, meta, scale=self.scale, implementation=self.backend
         )
         self.to_values(attended[..., :rank], out)
+
+    def _sparse(
+        self,
+        query: torch.Tensor,
+        rotary: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        chosen: Chosen,
+        out: torch.Tensor,
+    ) -> None:
+        """Computes `_absorbed` over the chosen positions only. Their vectors are copied to blocks of each
+        token's own, so the work for a token is bounded."""
+        topk, (block_size, size) = chosen.blocks.shape[1], cache.shape[3:]
+        width = -(-topk // block_size)
+        step = max(GATHERED_BYTES // (width * block_size * size * cache.dtype.itemsize), 1)
+        parts = meta.plan(("chosen", step), lambda: list(_alone(meta, step, topk, width)))
+        for number, part in enumerate(parts):
+            rows = slice(number * step, number * step + part.num_tokens)
+            vectors = cache[chosen.blocks[rows], 0, 0, chosen.offsets[rows]]  # [tokens, topk, size]
+            vectors = F.pad(vectors, (0, 0, 0, width * block_size - topk))
+            own = vectors.view(-1, 1, 1, block_size, size).expand(-1, 2, -1, -1, -1)
+            self._absorbed(query[rows], rotary[rows], own, part, out[rows])
 
     def _expanded(
         self, query: torch.Tensor, rotary: torch.Tensor, kv_layer: KVLayer, part: Part
@@ -223,6 +254,31 @@ class LatentAttention(nn.Module):
         others = [i for i, one in enumerate(is_long) if not one]
         expanded = _part(meta, long, block_size, renumber=True)
         return expanded, _part(meta, others, block_size, renumber=False) if others else None
+
+
+def _alone(meta: AttentionMetadata, step: int, topk: int, width: int) -> Iterator[AttentionMetadata]:
+    """Yields the metadata of each `step` tokens of a batch. A token is a sequence of its own, with `topk`
+    positions, or all that it sees if these are fewer, in `width` blocks of its own."""
+    device = meta.block_table.device
+    lengths = [
+        min(position + 1, topk)
+        for query_len, seq_len in zip(meta.query_lens, meta.seq_lens_list, strict=True)
+        for position in range(seq_len - query_len, seq_len)
+    ]
+    for begin in range(0, len(lengths), step):
+        part = lengths[begin : begin + step]
+        count = len(part)
+        yield AttentionMetadata(
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(part, dtype=torch.int32, device=device),
+            block_table=torch.arange(count * width, dtype=torch.int32, device=device).view(count, width),
+            slot_mapping=meta.slot_mapping[begin : begin + count],
+            num_tokens=count,
+            max_query_len=1,
+            max_seq_len=max(part),
+            query_lens=[1] * count,
+            seq_lens_list=part,
+        )
 
 
 def _part(meta: AttentionMetadata, sequences: list[int], block_size: int, *, renumber: bool) -> Part:

@@ -193,3 +193,11 @@ class Linear(nn.Module):
                 size = memory.shape[dim]
                 part = Part(dim, ranks.rank * count // ranks.size * size, count * size)
             yield Weight(name, memory, part)
+
+
+class AsStoredLinear(Linear):
+    """Linear layer that is quantised only if the checkpoint's is. Adapters do not change it."""
+
+    def allocate(self, scheme: LinearScheme, path: str) -> None:
+        """See Linear."""
+        super().allocate(scheme.of_routers, path)

@@ -12,9 +12,8 @@ from quire.errors import ConfigError
 from quire.layers.config import DecoderConfig, ExpertsConfig
 from quire.layers.context import AdapterStep
 from quire.layers.expert_offload import OffloadedExperts
-from quire.layers.linear import Linear
+from quire.layers.linear import AsStoredLinear, Linear
 from quire.layers.mlp import GatedMLP, SquaredReLU
-from quire.layers.scheme import LinearScheme
 from quire_kernels import ops
 from quire_kernels.weights import PackedExperts, PackedLinear
 
@@ -31,7 +30,7 @@ class Routes(NamedTuple):
     """float32 [num_tokens, num_routes]: factor of each expert's result in the sum."""
 
 
-class Router(Linear):
+class Router(AsStoredLinear):
     """Router: chooses each token's experts and computes their shares; see `Routing`."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, name: str) -> None:
@@ -44,10 +43,6 @@ class Router(Linear):
         if experts.has_score_bias:
             bias = torch.empty(experts.num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
-
-    def allocate(self, scheme: LinearScheme, path: str) -> None:
-        """See Linear."""
-        super().allocate(scheme.of_routers, path)
 
     def forward(self, x: torch.Tensor) -> Routes:  # type: ignore[override]
         """Returns the routes of x [num_tokens, hidden_size]. The logits are float32, and are not rounded to

@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
     def make_attention(self, config: DecoderConfig, layer: int) -> nn.Module:
         """Makes a layer's attention module. It maps [num_tokens, hidden_size] and a LayerContext to
         [num_tokens, hidden_size]."""
-        return Attention(config, layer) if config.latent is None else LatentAttention(config)
+        return Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
 
     @property
     def kv_shape(self) -> tuple[int, int] | None:
@@ -263,7 +263,8 @@ class DecoderModel(nn.Module, Model):
                     f"kv_cache_dtype={kv_cache_dtype} is not supported for models with latent attention: "
                     "their cache holds one small vector per token in the model's type"
                 )
-            return LatentKV(config.head_dim, config.dtype)
+            index = config.latent.index
+            return LatentKV(config.head_dim, config.dtype, 0 if index is None else index.head_dim)
         return AttentionKV(config.num_kv_heads, config.head_dim, config.dtype, kv_cache_dtype)
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:

@@ -32,6 +32,18 @@ class DeepseekV3ForCausalLM(LatentModel):
         return dataclasses.replace(config, experts=ExpertsConfig.of_deepseek(hf, config.num_layers))
 
 
+def by_layer_type(hf: HFConfig, experts: ExpertsConfig, num_layers: int) -> ExpertsConfig:
+    """Returns the configuration with experts in the layers that `mlp_layer_types` calls sparse; without that
+    key, unchanged. Raises CheckpointError if the key is wrong."""
+    types = hf.get("mlp_layer_types")
+    if types is None:
+        return experts
+    if not isinstance(types, list) or len(types) != num_layers or {*types} - {"dense", "sparse"}:
+        raise hf.error(f"mlp_layer_types {types!r:.60} must be dense or sparse for each layer")
+    layers = tuple(layer for layer, one in enumerate(types) if one == "sparse")
+    return dataclasses.replace(experts, layers=layers)
+
+
 class Glm4MoeLiteForCausalLM(LatentModel):
     """GLM-4.7-Flash: DeepSeek V3's experts in the layers that `mlp_layer_types` calls sparse; without that
     key, in all but the first `first_k_dense_replace` (by default 1)."""
@@ -44,17 +56,7 @@ class Glm4MoeLiteForCausalLM(LatentModel):
             hf.with_defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.8),
             config.num_layers,
         )
-        types = hf.get("mlp_layer_types")
-        if types is not None:
-            if (
-                not isinstance(types, list)
-                or len(types) != config.num_layers
-                or {*types} - {"dense", "sparse"}
-            ):
-                raise hf.error(f"mlp_layer_types {types!r:.60} must be dense or sparse for each layer")
-            layers = tuple(layer for layer, one in enumerate(types) if one == "sparse")
-            experts = dataclasses.replace(experts, layers=layers)
-        return dataclasses.replace(config, experts=experts)
+        return dataclasses.replace(config, experts=by_layer_type(hf, experts, config.num_layers))
 
 
 class MiniCPM3ForCausalLM(LatentModel):

@@ -88,16 +88,19 @@ class AttentionKV:
 class LatentKV:
     """Spec of one vector per token, which serves all heads as key and value: a latent, then a rotated part.
 
-    (DeepSeek-V2, arXiv 2405.04434.)
+    (DeepSeek-V2, arXiv 2405.04434.) With sparse attention, the indexer's keys of the block's tokens follow
+    the vectors of all its tokens; see `layers/indexer.py`.
     """
 
     size: int
     """Length of the vector: kv_lora_rank + qk_rope_head_dim."""
     dtype: torch.dtype
+    index_size: int = 0
+    """Size of a token's indexer key; 0: the model has no indexer."""
 
     def layer_bytes(self, block_size: int) -> int:
         """See `KVSpec`."""
-        return block_size * self.size * self.dtype.itemsize
+        return block_size * (self.size + self.index_size) * self.dtype.itemsize
 
     def view(self, memory: torch.Tensor, block_size: int) -> KVLayer:
         """See `KVSpec`. Keys and values are views of the same memory."""

@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "deepseek_v32",
     "Glm4MoeLiteForCausalLM": "deepseek_v3",
     "MiniCPM3ForCausalLM": "deepseek_v3",
     "YoutuForCausalLM": "deepseek_v3",

@@ -9,8 +9,7 @@ import torch
 from quire.adapters import AdapterLoad, AdapterTarget
 from quire.config import AdapterConfig
 from quire.errors import ConfigError
-from quire.layers.latent_attention import UpProjection
-from quire.layers.linear import Linear
+from quire.layers.linear import AsStoredLinear, Linear
 from quire.layers.moe import MixtureOfExperts
 from quire.models.interface import Model
 
@@ -46,11 +45,11 @@ class AdapterMemory:
 
 def adaptable(model: Model) -> Iterator[tuple[str, Linear]]:
     """Yields the layers that adapters may change, by their names in the model. Leaves out experts, their
-    routers, and the layers that latent attention absorbs."""
+    routers, the layers that latent attention absorbs, and indexers."""
     outside = [f"{name}." for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
     for name, module in model.named_modules():
-        is_absorbed = isinstance(module, UpProjection)
-        if isinstance(module, Linear) and not is_absorbed and not name.startswith(tuple(outside)):
+        is_fixed = isinstance(module, AsStoredLinear)
+        if isinstance(module, Linear) and not is_fixed and not name.startswith(tuple(outside)):
             yield name, module
 
 

@@ -168,7 +168,8 @@ def _fp8(values: Values) -> Rules:
     _known(values, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     block = values.get("weight_block_size")
     form = ScaledRows(FP8, False) if block is None else ScaledBlocks(_block("weight_block_size", block))
-    exempt = values.get("modules_to_not_convert"), values.get("ignored_layers"), _ROUTERS
+    # DeepSeek V3.2's files leave the weights of an indexer's heads unquantised, too.
+    exempt = values.get("modules_to_not_convert"), values.get("ignored_layers"), (*_ROUTERS, "weights_proj")
     return _all_but("fp8", form, *exempt)
 
 
