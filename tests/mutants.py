@@ -898,8 +898,8 @@ _MODELS = (
     Mutant(
         "GGUF: keys are reordered by the number of query heads",
         "backend/quire/loader/gguf/weights.py",
-        '"attn_k": _heads(opened, arch, "head_count_kv")',
-        '"attn_k": _heads(opened, arch, "head_count")',
+        '"attn_k": _heads(opened, "head_count_kv")',
+        '"attn_k": _heads(opened, "head_count")',
         ("tests/unit/test_loader.py::test_gguf_equals_transformers_with_the_decoded_weights",),
     ),
     Mutant(

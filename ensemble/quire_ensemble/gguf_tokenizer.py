@@ -35,23 +35,35 @@ def _by_case(ending: str, digits: str) -> str:
 
 
 _PATTERNS = {
-    "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
-    "qwen2": _WORDS + r"\p{N}" + _REST,
-    "tekken": _by_case("", r"\p{N}"),
-    "gpt-4o": _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}"),
+    "llama3": (_WORDS + r"\p{N}{1,3}" + _REST,),
+    "qwen2": (_WORDS + r"\p{N}" + _REST,),
+    "tekken": (_by_case("", r"\p{N}"),),
+    "gpt-4o": (_by_case(f"{_ENDINGS}?", r"\p{N}{1,3}"),),
+    "seed-coder": (_WORDS + r"\p{N}" + _REST.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+", 1),),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
+"""Patterns of each rule. Each cuts the parts that those before it leave."""
 _RULES = {
     **dict.fromkeys(("gpt-2", "default"), "gpt2"),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), "digits"),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), "gpt-4o"),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), "deepseek-v3"),
     "tekken": "tekken",
-    "gpt-4o": "gpt-4o",
+    "seed-coder": "seed-coder",
 }
 """Rules by the names in `tokenizer.ggml.pre`."""
-_BEGIN_WITH_BOS = ("llama3", "tekken")
-"""Rules with which texts begin with BOS, unless the file says otherwise. With the same rules, a word that is
-a token is not merged from parts."""
+_BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Names with which texts begin with BOS, unless the file says otherwise."""
+_WITH_WHOLE_WORDS = (*_BEGIN_WITH_BOS, "glm4")
+"""Names with which a word that is a token is not merged from parts."""
 
 
 def load_gguf_tokenizer(opened: GGUFFile) -> Any:
@@ -133,14 +145,14 @@ def _byte_level(file: Path, values: dict[str, Any]) -> Any:
         raise TokenizerError(f"{file}: tokenizer.ggml.pre {shown(name)} is not supported; supported: {known}")
     vocab = {token: token_id for token_id, token in enumerate(values["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in values["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=rule in _BEGIN_WITH_BOS))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=name in _WITH_WHOLE_WORDS))
     if rule == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     parts: list[Any] = []
     if rule == "digits":
         parts.append(pre_tokenizers.Digits(individual_digits=True))
     elif rule != "gpt2":
-        parts.append(pre_tokenizers.Split(Regex(_PATTERNS[rule]), "isolated"))
+        parts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[rule]]
     use_regex = rule in ("gpt2", "digits")
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
@@ -203,7 +215,7 @@ def _begin_and_end(tokenizer: Any, values: dict[str, Any], special: dict[str, st
     file is silent and its kind or rule does so by default."""
     from tokenizers import processors
 
-    begins = values["model"] == "llama" or _RULES.get(values.get("pre", "")) in _BEGIN_WITH_BOS
+    begins = values["model"] == "llama" or values.get("pre", "") in _BEGIN_WITH_BOS
     bos = special.get("bos_token") if values.get("add_bos_token", begins) else None
     eos = special.get("eos_token") if values.get("add_eos_token", False) else None
     around = [token for token in (bos, eos) if token]

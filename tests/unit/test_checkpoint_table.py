@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig, choices
 from quire.errors import CheckpointError
@@ -23,6 +23,7 @@ from quire.loader.load import empty_model, fill_weights
 from quire.loader.quantized.scheme import ForeignTensors
 from quire.models.decoder import DecoderModel
 from quire.models.registry import ARCHITECTURES
+from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import Format as NativeFormat
 from quire_kernels.cuda.linear import why_not_pack
@@ -69,6 +70,21 @@ SIZES_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_FEW, "moe_intermediate_size": 256, "mlp_only_layers": []},
     "gpt_oss": _FEW,
 }
+OTHERS_OF_GGUF = (
+    *(*GEMMA_FAMILIES, "phi3", "glm4", "granite", "olmo2", "olmo3", "smollm3", "seed_oss", "ernie4_5"),
+    *("exaone4", "hunyuan", "dots1", "glm4_moe", "granitemoe", "ernie4_5_moe", "olmoe", "minimax_m2"),
+    *MLA_FAMILIES,
+)
+_EXPERTS = {"moe_intermediate_size": 256, "num_hidden_layers": 2}
+_LATENT = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "kv_lora_rank": 64}
+SIZES_OF_OTHERS: dict[str, dict[str, Any]] = {
+    **{family: {"query_pre_attn_scalar": 64} for family in ("gemma2", "gemma3")},
+    **dict.fromkeys(("dots1", "glm4_moe", "ernie4_5_moe"), _EXPERTS),
+    **{family: {**_EXPERTS, **_LATENT, "q_lora_rank": 256, "head_dim": 32} for family in MLA_FAMILIES},
+}
+SIZES_OF_OTHERS["deepseek_v2"]["q_lora_rank"] = None
+SIZES_OF_OTHERS |= {family: {"num_local_experts": 4} for family in ("granitemoe", "minimax_m2")}
+SIZES_OF_OTHERS["olmoe"] = {"num_experts": 4}
 AS = {
     NativeFormat.GROUPED: "codes x int8",
     NativeFormat.W8A8: "int8 x int8",
@@ -329,7 +345,7 @@ def test_types_of_gguf_load_with_every_family(
     monkeypatch.setattr(gguf_files, "to_blocks", blocks)
     on_cpu, on_gpu = GGUF[kind]
     # Of experts, which are many, some types: those that the family's line names.
-    of_experts = [family for family in MOE_FAMILIES if kind in cell(plain(family), 2).split(", ")]
+    of_experts = [family for family in SIZES_OF_EXPERTS if kind in cell(plain(family), 2).split(", ")]
     of_text = OF_GGUF if are_all else some_of(OF_GGUF, kind, GGUF)
     for family in (*of_text, *of_experts):
         sizes = SIZES if family in OF_GGUF else SIZES_OF_EXPERTS[family]
@@ -344,3 +360,65 @@ def test_types_of_gguf_load_with_every_family(
         ours = driver.logits(IDS)
         assert ours.isfinite().all() and (ours - exact).norm() <= MOST_OFF * exact.norm(), family
         assert on_gpu == "numbers" and planned(file) == 1.0
+
+
+class Rows:
+    """Matrices as blocks mean them, and the blocks, row by row. Thus blocks that nothing can write but at
+    random have a meaning that transformers can compute."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, np.ndarray] = {}
+
+    def mean(self, weight: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
+        blocks = gguf_files.to_blocks(weight.numpy(), kind)
+        means = gguf.quants.dequantize(blocks, kind)
+        rows = zip(means.reshape(-1, means.shape[-1]), blocks.reshape(-1, blocks.shape[-1]), strict=True)
+        self._blocks |= {row.tobytes(): block for row, block in rows}
+        return torch.from_numpy(means).reshape(weight.shape)
+
+    def to_blocks(self, data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+        """In the place of `gguf_files.to_blocks`."""
+        if kind == GGMLQuantizationType.F32:
+            return data
+        rows = [self._blocks[row.tobytes()] for row in np.ascontiguousarray(data).reshape(-1, data.shape[-1])]
+        return np.stack(rows).reshape(*data.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("are_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "all"])
+@pytest.mark.parametrize("family", OTHERS_OF_GGUF)
+def test_other_families_load_of_the_types_of_gguf_that_their_line_names(
+    family: str, are_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers computes what their blocks mean. Matrices of heads' latents are of the type F32: their
+    rows are of another matrix in the file."""
+    sizes = {**SIZES, "intermediate_size": 256, **gguf_files.OF_FILES.get(family, {})}
+    model = build_model(family, **{**sizes, **SIZES_OF_OTHERS.get(family, {})})
+    model.save_pretrained(tmp_path / "plain")
+    named = cell(tmp_path / "plain", 2).split(", ")
+    assert len(named) == 3
+    of_turn = named[OTHERS_OF_GGUF.index(family) % len(named)]
+    for name in named if are_all else [of_turn]:
+        rows, exact = Rows(), shutil.copytree(tmp_path / "plain", tmp_path / name)
+        weights = load_file(exact / "model.safetensors")
+        for key, weight in weights.items():
+            is_router = key.endswith(("gate.weight", "router.layer.weight")) or "kv_b_proj" in key
+            if weight.ndim > 1 and not is_router and "statics" not in key:
+                weights[key] = rows.mean(weight, GGMLQuantizationType[name])
+        save_file(weights, exact / "model.safetensors", metadata={"format": "pt"})
+        plain_kinds = dict.fromkeys(("attn_k_b", "attn_v_b", "exp_probs_b.bias"), "F32")
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_files, "to_blocks", rows.to_blocks)
+            file = gguf_files.write_gguf(exact, tmp_path / f"{name}.gguf", name, kinds=plain_kinds)
+        theirs = hf_logits(hf_model(exact), IDS)
+        with registry.forced({"grouped_linear": "reference"}):
+            ours = Driver.load(file, dtype="float32").logits(IDS)
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0.0)
+        driver = Driver.load(file, dtype="float32")
+        assert kept(driver) == GGUF[name][0], name
+        assert error(driver.logits(IDS), theirs) < MOST_OFF, name
+
+
+def test_the_types_that_lines_name_are_tested() -> None:
+    named = {name for name, cells in BY_ARCHITECTURE.items() if "," in cells[2]}
+    of_others = {type(build_model(family)).__name__ for family in OTHERS_OF_GGUF}
+    assert named == of_others | {type(build_model(family)).__name__ for family in SIZES_OF_EXPERTS}

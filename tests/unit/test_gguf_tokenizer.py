@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+import sentencepiece
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -95,11 +98,25 @@ def _smollm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def _gpt_4o(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """As transformers reads the files of gpt-oss."""
+def _of_gguf(rule: str, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    """As transformers reads GGUF files with the rule."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=RustTokenizer(models.BPE(vocab, merges)))
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    return set_split_regex(tokenizer, {"pre_tokenizer_type": "gpt-4o"})
+    return set_split_regex(tokenizer, {"pre_tokenizer_type": rule})
+
+
+def _by_patterns(*patterns: str, ignore_merges: bool = False) -> Callable[..., Any]:
+    """As a tokenizer.json with these patterns has it."""
+
+    def make(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+        tokenizer = RustTokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+        tokenizer.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+    return make
 
 
 ORACLES: dict[str, Callable[..., Any]] = {
@@ -107,7 +124,23 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "qwen2": lambda vocab, merges: Qwen2Tokenizer(vocab=vocab, merges=merges),
     "llama-bpe": _llama3,
     "smollm": _smollm,
-    "gpt-4o": _gpt_4o,
+    **{rule: partial(_of_gguf, rule) for rule in ("gpt-4o", "llama4", "minimax-m2", "dbrx", "smaug-bpe")},
+    # GLM-4's has Llama 3's pattern.
+    "glm4": _by_patterns(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ignore_merges=True,
+    ),
+    "seed-coder": _by_patterns(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    ),
+    "deepseek-v3": _by_patterns(
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
 
 
@@ -181,6 +214,56 @@ def test_sentencepiece_tokens_equal_those_of_transformers(tmp_path: Path) -> Non
         assert ours.hf.decode(ours.encode(text)[1:], skip_special_tokens=False).replace(
             " ", ""
         ) == text.replace(" ", "")
+
+
+@pytest.mark.row("D15")
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_tokens_equal_those_of_its_own_library(prefix: bool, tmp_path: Path) -> None:
+    """As Phi-3 and ERNIE have it, and as Gemma: no space before the text, and runs of spaces and of line ends
+    that are tokens of the user's, whose spaces the converter writes as such."""
+    of_user = ["<|im_start|>"] if prefix else ["<start_of_turn>", "\n", "\n\n", "\n\n\n", "▁▁", "▁▁▁", "▁▁▁▁"]
+    lines = [line for text in (*TEXTS, Path(__file__).read_text("utf-8")) for line in text.split("\n")]
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line.replace("<", "") for line in lines if line]),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=900,
+        byte_fallback=True,
+        split_digits=True,
+        add_dummy_prefix=prefix,
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=of_user,
+    )
+    theirs, kind = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue()), gguf.TokenType
+    ids = range(theirs.vocab_size())
+    vocab = {
+        piece.replace("▁", " ") if piece in of_user else piece: i
+        for i, piece in enumerate(map(theirs.id_to_piece, ids))
+    }
+    file = write(
+        tmp_path / "model.gguf",
+        vocab,
+        kinds=[
+            kind.UNKNOWN if theirs.is_unknown(i)
+            else kind.CONTROL if theirs.is_control(i)
+            else kind.BYTE if theirs.is_byte(i)
+            else kind.USER_DEFINED if theirs.id_to_piece(i) in of_user
+            else kind.NORMAL
+            for i in ids
+        ],
+        tokenizer_model="llama",
+        token_scores=[theirs.get_score(i) for i in ids],
+        unk_token_id=0,
+        add_space_prefix=prefix,
+    )  # fmt: skip
+    ours = Tokenizer(file)
+    for text in [*TEXTS, *noise(200), "  two", "a      b", "x\n\n\n\ny", "if x:\n    return  y\n\n"]:
+        if "<s>" not in text and not (prefix and "<" in text):
+            assert ours.encode(text) == [1, *theirs.encode(text)], text
 
 
 def test_a_repository_of_a_gguf_file_has_its_tokenizer_and_template(tmp_path: Path) -> None:

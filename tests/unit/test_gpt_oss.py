@@ -137,7 +137,7 @@ def read_by_gguf(plain: Path, file: Path) -> Any:
         _, layer, part, end = [*tensor.name.split("."), "", ""][:4]
         matrix, is_bias = {"ffn_down_exps": "down_proj"}.get(part, "gate_up_proj"), end == "bias"
         if not part.endswith("_exps"):
-            weights[hf_name(tensor.name, {"gate": "router"})] = means
+            weights[hf_name(tensor.name, {"ffn_gate_inp": "mlp.router"})] = means
             continue
         whole = weights[f"model.layers.{layer}.mlp.experts.{matrix}" + "_bias" * is_bias]
         first, step = {"ffn_gate_exps": (0, 2), "ffn_up_exps": (1, 2)}.get(part, (0, 1))

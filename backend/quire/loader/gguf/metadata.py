@@ -10,21 +10,14 @@ from gguf.constants import GGMLQuantizationType
 
 from quire.errors import CheckpointError
 from quire.layers.hf_config import MAX_HEADS, HFConfig
+from quire.loader.gguf.families import FAMILIES, Family, Own, family_of
 from quire_common.errors import shown
 from quire_common.gguf_file import GGUFError, GGUFFile
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-}
-"""Hugging Face's architecture by `general.architecture`. Files of Mistral say llama, and so do those of
-Mixtral, which have experts."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with divisors of the rotary frequencies: llama3 scaling as the converter computed it."""
+LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+"""Tensors with divisors of longrope's frequencies, by their keys in config.json."""
 _UNSUPPORTED_SCALING = {
     "attn_factor": 1,
     "yarn_attn_factor": 1,
@@ -41,7 +34,7 @@ _ENDS = frozenset((
 """Names of tokens that end a generation even if the file does not say so. llama.cpp recognises them by these
 names."""
 
-_WITHOUT_EFFECT = ("vocab_size", "attention.value_length")
+_WITHOUT_EFFECT = ("vocab_size", "attention.value_length", "expert_shared_feed_forward_length")
 """Keys of an architecture that are not read, because the tensors' shapes say the same and are checked."""
 
 _TYPE_TO_DTYPE = {
@@ -71,42 +64,50 @@ def read_gguf_config(file: Path) -> HFConfig:
     """Returns config.json's keys, read from GGUF metadata; raises CheckpointError."""
     opened = open_gguf(file)
     tensors, stated = opened.tensors, _Stated(opened)
-    arch = stated("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{file}: GGUF architecture {shown(arch)} is not supported; supported: {known}")
+    family = family_of(opened.metadata, tensors)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        arch = shown(stated("general.architecture"))
+        raise CheckpointError(f"{file}: GGUF architecture {arch} is not supported; supported: {known}")
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file}: holds no token_embd.weight")
+    own = stated.own
     values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[arch]],
+        "architectures": [family.architecture],
         "vocab_size": embedding.shape[0],
-        "hidden_size": stated(f"{arch}.embedding_length"),
-        "intermediate_size": stated(f"{arch}.feed_forward_length"),
-        "num_hidden_layers": stated(f"{arch}.block_count"),
-        "num_attention_heads": stated(f"{arch}.attention.head_count"),
-        "num_key_value_heads": stated(f"{arch}.attention.head_count_kv"),
-        "sliding_window": stated(f"{arch}.attention.sliding_window"),
-        "head_dim": stated(f"{arch}.attention.key_length"),
-        "max_position_embeddings": stated(f"{arch}.context_length"),
-        "rms_norm_eps": stated(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "hidden_size": own("embedding_length"),
+        "intermediate_size": own("feed_forward_length"),
+        "num_hidden_layers": num_layers(own),
+        "num_attention_heads": own("attention.head_count"),
+        "num_key_value_heads": own("attention.head_count_kv"),
+        "sliding_window": own("attention.sliding_window") or None,
+        "head_dim": own("attention.key_length"),
+        "max_position_embeddings": own("context_length"),
+        "rms_norm_eps": own("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_output.bias" in tensors,
-        "rope_parameters": _rope(opened, stated, arch),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "use_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "rope_parameters": _rope(opened, stated, family),
         "eos_token_id": _eos(opened),
         "bos_token_id": stated("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(opened, embedding.kind),
     }
-    if stated(f"{arch}.expert_count"):
-        values |= {
-            "architectures": ["MixtralForCausalLM" if is_mixtral(opened) else ARCHITECTURES[arch]],
-            "num_local_experts": stated(f"{arch}.expert_count"),
-            "num_experts_per_tok": stated(f"{arch}.expert_used_count"),
-            "moe_intermediate_size": stated(f"{arch}.expert_feed_forward_length"),
-            "shared_expert_intermediate_size": stated(f"{arch}.expert_shared_feed_forward_length"),
-            "norm_topk_prob": arch != "qwen2moe",  # no key says so; this is what llama.cpp does
-        }
-    return HFConfig(file, values, opened, stated.unused(arch))
+    found = {key: own(name) for key, name in family.keys.items()}
+    values |= {key: value for key, value in found.items() if value is not None}
+    if family.derived is not None:
+        values |= family.derived(own, values)
+    return HFConfig(file, values, opened, stated.unused())
+
+
+def num_layers(own: Own) -> Any:
+    """Returns the number of layers as the metadata states it, unchecked, without those for multi-token
+    prediction, which lie behind the others."""
+    count, behind = own("block_count"), own("nextn_predict_layers")
+    return count - behind if type(count) is type(behind) is int else count
 
 
 class _Stated:
@@ -115,21 +116,20 @@ class _Stated:
     def __init__(self, opened: GGUFFile) -> None:
         self._metadata = opened.metadata
         self._asked: set[str] = set()
+        self.arch = str(opened.metadata["general.architecture"])
 
     def __call__(self, key: str, default: Any = None) -> Any:
         self._asked.add(key)
         return self._metadata.get(key, default)
 
-    def unused(self, arch: str) -> tuple[str, ...]:
+    def own(self, name: str, default: Any = None) -> Any:
+        """Returns the value of a key of the architecture, named without it."""
+        return self(f"{self.arch}.{name}", default)
+
+    def unused(self) -> tuple[str, ...]:
         """Returns the keys of the architecture that were never read, without those of _WITHOUT_EFFECT."""
-        passed_over = {*self._asked, *(f"{arch}.{name}" for name in _WITHOUT_EFFECT)}
-        return tuple(key for key in self._metadata if key.startswith(f"{arch}.") and key not in passed_over)
-
-
-def is_mixtral(opened: GGUFFile) -> bool:
-    """Whether a file's experts have Mixtral's names at Hugging Face."""
-    stated = opened.metadata.get
-    return stated("general.architecture") == "llama" and bool(stated("llama.expert_count"))
+        read = {*self._asked, *(f"{self.arch}.{name}" for name in _WITHOUT_EFFECT)}
+        return tuple(key for key in self._metadata if key.startswith(f"{self.arch}.") and key not in read)
 
 
 def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
@@ -143,48 +143,78 @@ def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
     return _TYPE_TO_DTYPE[kind] if is_plain else "bfloat16"
 
 
-def _rope(opened: GGUFFile, stated: _Stated, arch: str) -> dict[str, Any]:
-    prefix = f"{arch}.rope."
-    rotated, size = stated(f"{prefix}dimension_count"), stated(f"{arch}.attention.key_length")
-    heads, hidden_size = stated(f"{arch}.attention.head_count"), stated(f"{arch}.embedding_length")
+def _rope(opened: GGUFFile, stated: _Stated, family: Family) -> dict[str, Any]:
+    own, is_latent = stated.own, stated.own("attention.kv_lora_rank") is not None
+    rotated, size = own("rope.dimension_count"), own("attention.key_length")
+    heads, hidden_size = own("attention.head_count"), own("embedding_length")
     if size is None and type(heads) is type(hidden_size) is int and heads > 0:
         size = hidden_size // heads
-    if None not in (rotated, size) and rotated != size:
+    # A latent's rotated part is apart from the rest of the keys.
+    if None not in (rotated, size) and rotated != size and not (family.rotates_partly or is_latent):
         raise CheckpointError(
-            f"{opened.path}: {prefix}dimension_count is {shown(rotated)}, of heads of {shown(size)} "
-            "dimensions: not supported"
+            f"{opened.path}: {stated.arch}.rope.dimension_count is {shown(rotated)}, of heads of "
+            f"{shown(size)} dimensions: not supported"
         )
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": stated(f"{prefix}freq_base") or 10000.0,
-    }
-    factor = stated(f"{prefix}scaling.factor") or stated(f"{prefix}scale_linear")
-    scaling = stated(f"{prefix}scaling.type", "linear" if factor else "none")
-    if scaling != "none":
-        for key, neutral in _UNSUPPORTED_SCALING.items():
-            if stated(f"{prefix}scaling.{key}", neutral) != neutral:
-                raise CheckpointError(
-                    f"{opened.path}: {prefix}scaling.{key} is {shown(stated(f'{prefix}scaling.{key}'))}: not "
-                    f"supported, only {neutral}"
-                )
-        betas = {key: stated(f"{prefix}scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
-        rope |= {
-            **{key: value for key, value in betas.items() if value is not None},
-            "rope_type": scaling,
-            "factor": factor or 1.0,  # as llama.cpp; transformers would divide the lengths
-            "original_max_position_embeddings": stated(f"{prefix}scaling.original_context_length"),
-            "truncate": arch != "gpt-oss",  # whose files do not say that its checkpoints have it so
+    if own("rope.dimension_sections") is not None:
+        raise CheckpointError(f"{opened.path}: {stated.arch}.rope.dimension_sections is not supported")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own("rope.freq_base") or 10000.0}
+    if family.rotates_partly:
+        is_known = type(rotated) is type(size) is int and size > 0
+        rope["partial_rotary_factor"] = rotated / size if is_known else 1.0
+    rope |= _scaling(opened, stated, is_latent)
+    if ROPE_FACTORS in opened.tensors:
+        rope["frequency_factors"] = _factors(opened, ROPE_FACTORS)
+    if family.sliding_theta is None:
+        return rope
+    theta = own("rope.freq_base_swa") or family.sliding_theta or rope["rope_theta"]
+    return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _scaling(opened: GGUFFile, stated: _Stated, is_latent: bool) -> dict[str, Any]:
+    """Returns the parameters of rotary scaling; raises CheckpointError."""
+    own = stated.own
+    if opened.tensors.keys() >= set(LONG_FACTORS.values()):
+        return {
+            **{key: _factors(opened, name) for key, name in LONG_FACTORS.items()},
+            "rope_type": "longrope",
+            "attention_factor": own("rope.scaling.attn_factor"),
         }
-    factors = opened.tensors.get(ROPE_FACTORS)
-    if factors is not None:
-        kind, shape = factors.kind, factors.shape
-        if kind != GGMLQuantizationType.F32 or len(shape) != 1 or shape[0] > MAX_HEADS:
-            raise CheckpointError(f"{opened.path}: {ROPE_FACTORS} is {kind.name} of the shape {list(shape)}")
-        try:
-            rope["frequency_factors"] = opened.data(factors).view("<f4").tolist()
-        except (OSError, GGUFError) as error:
-            raise CheckpointError(f"{opened.path}: broken GGUF file: {error}") from None
-    return rope
+    factor = own("rope.scaling.factor") or own("rope.scale_linear")
+    scaling = own("rope.scaling.type", "linear" if factor else "none")
+    if scaling == "none":
+        return {}
+    log_multiplier = own("rope.scaling.yarn_log_multiplier") if is_latent else None
+    for key, neutral in _UNSUPPORTED_SCALING.items():
+        value = own(f"rope.scaling.{key}", neutral)
+        if value != neutral and (key != "yarn_log_multiplier" or not is_latent):
+            raise CheckpointError(
+                f"{opened.path}: {stated.arch}.rope.scaling.{key} is {shown(value)}: not supported, only "
+                f"{neutral}"
+            )
+    numbers = {key: own(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+    if type(log_multiplier) is float and log_multiplier:
+        # The converter writes a tenth, and no second factor, which all checkpoints have equal to this one.
+        numbers |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * log_multiplier)
+    return {
+        **{key: value for key, value in numbers.items() if value is not None},
+        "rope_type": scaling,
+        "factor": factor or 1.0,  # as llama.cpp; transformers would divide the lengths
+        "original_max_position_embeddings": own("rope.scaling.original_context_length"),
+        "truncate": stated.arch != "gpt-oss",  # whose files do not say that its checkpoints have it so
+    }
+
+
+def _factors(opened: GGUFFile, name: str) -> list[float]:
+    """Reads the numbers of a tensor of divisors; raises CheckpointError."""
+    factors = opened.tensors[name]
+    kind, shape = factors.kind, factors.shape
+    if kind != GGMLQuantizationType.F32 or len(shape) != 1 or shape[0] > MAX_HEADS:
+        raise CheckpointError(f"{opened.path}: {name} is {kind.name} of the shape {list(shape)}")
+    try:
+        found: list[float] = opened.data(factors).view("<f4").tolist()
+    except (OSError, GGUFError) as error:
+        raise CheckpointError(f"{opened.path}: broken GGUF file: {error}") from None
+    return found
 
 
 def _eos(opened: GGUFFile) -> list[int]:

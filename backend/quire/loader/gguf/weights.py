@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from gguf import GGMLQuantizationType, quants
@@ -16,7 +17,8 @@ from gguf import GGMLQuantizationType, quants
 from quire.errors import CheckpointError
 from quire.layers.config import MAX_EXPERTS
 from quire.layers.rotary import neighbours_apart
-from quire.loader.gguf.metadata import ROPE_FACTORS, is_mixtral
+from quire.loader.gguf.families import FAMILIES, IN_LAYER, PARAMETERS, TOP, Family, family_of
+from quire.loader.gguf.metadata import LONG_FACTORS, ROPE_FACTORS, num_layers
 from quire.loader.gguf.scheme import GGUFScheme
 from quire_common.errors import shown
 from quire_common.gguf_file import GGUFFile, StoredTensor
@@ -29,38 +31,6 @@ _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_MATRIX = 128
 """Least bytes of one expert's matrix. A file with smaller ones is refused: the Python object that describes a
 matrix takes some three times as many."""
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks": "self_attn.sinks",
-}
-_OF_MIXTRAL = {
-    "mlp": "block_sparse_moe",
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
-}
-_OF_GPT_OSS = {"gate": "router"}
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -69,8 +39,8 @@ _PLAIN = {
 
 
 def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
-    """Yields the tensors of one file, except ROPE_FACTORS, under Hugging Face's names. A tensor without such
-    a name keeps its own.
+    """Yields the tensors of one file, except divisors of rotary frequencies, under Hugging Face's names. A
+    tensor without such a name keeps its own.
 
     Args:
         file: one of `opened.files`.
@@ -81,26 +51,31 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         CheckpointError: a tensor of experts does not fit the metadata. A tensor of an unknown type raises it
             when its content is read.
     """
-    arch = opened.metadata["general.architecture"]
-    heads = {"attn_q": _heads(opened, arch, "head_count"), "attn_k": _heads(opened, arch, "head_count_kv")}
-    own_parts = _own_parts(opened)
+    family = _family(opened)
+    heads = {"attn_q": _heads(opened, "head_count"), "attn_k": _heads(opened, "head_count_kv")}
     for stored in _matrices(opened):
-        if stored.file != file or stored.name == ROPE_FACTORS:
+        if stored.file != file or stored.name in (ROPE_FACTORS, *LONG_FACTORS.values()):
+            continue
+        joined = _joined(opened, stored)
+        if joined is not None:
+            yield from joined
             continue
         is_kept = keeps_blocks and _has_blocks(stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
-        # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
-        is_paired = arch == "llama" and part in heads
-        change: _Change | None = partial(_rotate_half_order, num_heads=heads[part]) if is_paired else None
+        change: _Change | None = None
+        if family.is_paired and part in heads:
+            change = partial(_rotate_half_order, num_heads=heads[part])
+        elif family.has_whole_norms and part.endswith("norm"):
+            change = _less_one
         dtype = torch.uint8 if is_kept else _PLAIN.get(stored.kind)
+        name = hf_name(stored.name, family.names)
         if dtype is not None:
             shape = (*stored.shape[:-1], stored.num_bytes // math.prod(stored.shape[:-1]) // dtype.itemsize)
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            yield NamedTensor(hf_name(stored.name, own_parts), tensor, file, stored.offset, change)
+            yield NamedTensor(name, tensor, file, stored.offset, change)
         else:
             tensor = torch.empty(stored.shape, device="meta")
-            change = partial(_decode, opened, stored, change)
-            yield NamedTensor(hf_name(stored.name, own_parts), tensor, file, None, change)
+            yield NamedTensor(name, tensor, file, None, partial(_decode, opened, stored, change))
 
 
 def block_scheme(opened: GGUFFile) -> GGUFScheme:
@@ -117,16 +92,21 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
             sum(one.num_bytes for one in decoded) / 1e6,
             sum(math.prod(one.shape) for one in decoded),
         )
-    own_parts = _own_parts(opened)
-    kept = {hf_name(one.name, own_parts): one.kind for one in tensors if _has_blocks(one)}
+    names = _family(opened).names
+    kept = {hf_name(one.name, names): one.kind for one in tensors if _has_blocks(one)}
     return GGUFScheme(opened.path, kept)
 
 
 def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
-    """Yields a file's tensors. A tensor of all experts of a layer ("..._exps") is split into one per expert,
-    named as in older files. Raises CheckpointError."""
-    stated = opened.metadata.get(f"{opened.metadata['general.architecture']}.expert_count")
+    """Yields a file's tensors, without those of layers for multi-token prediction. A tensor of all experts of
+    a layer ("..._exps") is split into one per expert, named as in older files. Raises CheckpointError."""
+    own = partial(_own, opened)
+    stated, count, behind = own("expert_count"), num_layers(own), own("nextn_predict_layers")
+    skipped = range(count, count + behind) if type(count) is type(behind) is int else ()
     for stored in opened.tensors.values():
+        layer = re.match(r"blk\.(\d{1,9})\.", stored.name)
+        if layer is not None and int(layer[1]) in skipped:
+            continue
         name, _, suffix = stored.name.rpartition("_exps.")
         rank = 2 if suffix == "bias" else 3
         if not name or len(stored.shape) != rank or stored.shape[0] > MAX_EXPERTS:
@@ -148,34 +128,57 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
             )
 
 
-def _own_parts(opened: GGUFFile) -> Mapping[str, str]:
-    """Maps parts of Hugging Face's usual (Llama's) tensor names, such as "gate_proj", to the parts that
-    Hugging Face uses in their place for the file's architecture; empty: the usual ones."""
-    if is_mixtral(opened):
-        return _OF_MIXTRAL
-    return _OF_GPT_OSS if opened.metadata["general.architecture"] == "gpt-oss" else {}
+def _joined(opened: GGUFFile, stored: StoredTensor) -> list[NamedTensor] | None:
+    """Returns `kv_b_proj` in place of its part for keys, which the file holds transposed, and nothing in
+    place of that for values; None: the tensor is neither of these."""
+    name, _, end = stored.name.partition(".attn_")
+    parts = [opened.tensors.get(f"{name}.attn_{part}_b.weight") for part in "kv"]
+    if end not in ("k_b.weight", "v_b.weight") or None in parts:
+        return None
+    keys, values = (one for one in parts if one is not None)
+    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != values.shape[::2]:
+        return None
+    if stored is values:
+        return []
+    num_heads, rank, size = keys.shape
+    tensor = torch.empty(num_heads * (size + values.shape[1]), rank, device="meta")
+    change = partial(_join_heads, opened, keys, values)
+    return [NamedTensor(hf_name(f"{name}.attn_kv_b.weight"), tensor, stored.file, None, change)]
 
 
-def hf_name(name: str, own_parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Returns Hugging Face's name of a GGUF tensor; without one, the name as it is."""
+def _join_heads(opened: GGUFFile, keys: StoredTensor, values: StoredTensor, _: torch.Tensor) -> torch.Tensor:
+    parts = [_decode(opened, keys, None, _).transpose(1, 2), _decode(opened, values, None, _)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Returns Hugging Face's name of a GGUF tensor; without one, the name as it is.
+
+    Args:
+        names: see `Family`.
+    """
     parts = name.split(".")
-    if len(parts) == 2 and parts[0] in _TOP:
-        return f"{_TOP[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
-        in_block = _IN_BLOCK[parts[2]]
-    elif len(parts) == 5 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
-        in_block = _IN_BLOCK[parts[2]].replace(".", f".experts.{parts[3]}.")
-    else:
+    if len(parts) == 2 and parts[0] in TOP:
+        return f"{TOP[parts[0]]}.{parts[1]}"
+    in_layer = (names.get(parts[2]) or IN_LAYER.get(parts[2])) if len(parts) in (4, 5) else None
+    if parts[0] != "blk" or in_layer is None:
         return name
-    in_block = ".".join(own_parts.get(part, part) for part in in_block.split("."))
-    if parts[2] == "attn_sinks":
-        return f"model.layers.{parts[1]}.{in_block}"
-    return f"model.layers.{parts[1]}.{in_block}.{parts[-1]}"
+    if len(parts) == 5:
+        in_layer = in_layer.replace(".", f".experts.{parts[3]}.")
+    end = "" if parts[2] in PARAMETERS else f".{parts[-1]}"
+    return f"model.layers.{parts[1]}.{in_layer}{end}"
 
 
-def _heads(opened: GGUFFile, arch: str, key: str) -> int:
-    stated = opened.metadata.get
-    return int(stated(f"{arch}.attention.{key}") or stated(f"{arch}.attention.head_count") or 0)
+def _family(opened: GGUFFile) -> Family:
+    return family_of(opened.metadata, opened.tensors) or FAMILIES["llama"]
+
+
+def _own(opened: GGUFFile, name: str) -> Any:
+    return opened.metadata.get(f"{opened.metadata['general.architecture']}.{name}")
+
+
+def _heads(opened: GGUFFile, key: str) -> int:
+    return int(_own(opened, f"attention.{key}") or _own(opened, "attention.head_count") or 0)
 
 
 def _has_blocks(stored: StoredTensor) -> bool:
@@ -195,6 +198,11 @@ def _decode(
     except NotImplementedError:
         name = stored.kind.name
         raise CheckpointError(f"{stored.file}: {stored.name} has unsupported type {name}") from None
+
+
+def _less_one(scale: torch.Tensor) -> torch.Tensor:
+    """Returns a norm's scale as Hugging Face's checkpoints store it."""
+    return scale.float() - 1
 
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

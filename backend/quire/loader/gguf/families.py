@@ -1,0 +1,266 @@
+"""Families of models in GGUF files: names of tensors and keys of metadata by `general.architecture`, as
+llama.cpp's converter writes them. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+Own = Callable[[str], Any]
+"""Function that returns the value of a key of the file's architecture, named without the architecture; None:
+the file does not state it."""
+Values = Mapping[str, Any]
+"""Values by their keys in config.json."""
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Hugging Face's names of the tensors outside layers, by their names in GGUF files."""
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Hugging Face's names of a layer's tensors, by their names in GGUF files."""
+PARAMETERS = ("attn_sinks", "exp_probs_b")
+"""Tensors whose names end in ".weight" or ".bias" in GGUF files alone."""
+
+
+class Family(NamedTuple):
+    """Form of an architecture's GGUF files, as far as it differs from Llama's."""
+
+    architecture: str
+    """Class name in config.json."""
+    names: Mapping[str, str] = MappingProxyType({})
+    """Hugging Face's names of a layer's tensors that differ from IN_LAYER."""
+    keys: Mapping[str, str] = MappingProxyType({})
+    """Keys of the metadata that the family reads besides the usual ones, without the architecture, by their
+    keys in config.json. If the file does not state one, the default of the family's class counts."""
+    derived: Callable[[Own, Values], Values] | None = None
+    """Function that returns values of config.json that no single key states; None: there are none. Its second
+    argument holds those known so far."""
+    is_paired: bool = False
+    """Whether the rows of the query and key projections are reordered, so that rotary embedding pairs
+    neighbouring dimensions."""
+    has_whole_norms: bool = False
+    """Whether norms' scales are stored as used, where Hugging Face's checkpoints store them less 1."""
+    rotates_partly: bool = False
+    """Whether fewer dimensions of a head may rotate than it has."""
+    sliding_theta: float | None = None
+    """Theta of layers with a window if the file states none; 0: that of the other layers. None: all layers
+    have the same rotary embedding."""
+
+
+def _with_windows(own: Own, values: Values) -> Values:
+    """Returns each layer's type. A file without a window has none, whatever the class's default is."""
+    pattern, count = own("attention.sliding_window_pattern"), values["num_hidden_layers"]
+    if not values["sliding_window"]:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * _number(count)}
+    if type(pattern) is int and pattern > 0:
+        pattern = [(layer + 1) % pattern != 0 for layer in range(_number(count))]
+    if not isinstance(pattern, list):
+        return {}
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in pattern]}
+
+
+def _number(value: Any, most: int = 2**16) -> int:
+    """Returns a value of the metadata that is a whole number from 0 to `most`; 0 for any other value, which
+    whoever needs it then refuses."""
+    return value if type(value) is int and 0 <= value <= most else 0
+
+
+def _gemma(own: Own, values: Values, largest: int) -> Values:
+    """Returns the square of the divisor of attention scores. The largest model, known by its number of
+    layers, has another one than the size of a head, and no key says so."""
+    del own
+    heads = _number(values["num_attention_heads"])
+    is_largest = values["num_hidden_layers"] == largest and heads > 0
+    size = _number(values["hidden_size"]) // heads if is_largest else values["head_dim"]
+    return {"query_pre_attn_scalar": size}
+
+
+def _gemma2(own: Own, values: Values) -> Values:
+    return _gemma(own, values, 46)
+
+
+def _gemma3(own: Own, values: Values) -> Values:
+    return {**_gemma(own, values, 62), **_with_windows(own, values)}
+
+
+def _shares(own: Own, values: Values) -> Values:
+    """Returns how DeepSeek's experts are chosen, and their shares; llama.cpp's defaults for what is not
+    stated."""
+    scorings = {1: "softmax", 2: "sigmoid"}
+    scoring = own("expert_gating_func")
+    found: dict[str, Any] = {
+        "norm_topk_prob": own("expert_weights_norm") or False,
+        "routed_scaling_factor": own("expert_weights_scale") or 1.0,
+        "n_group": own("expert_group_count") or 1,
+        "topk_group": own("expert_group_used_count") or 1,
+        "first_k_dense_replace": own("leading_dense_block_count") or 0,
+    }
+    if type(scoring) is int and scoring != 0:
+        found["scoring_func"] = scorings.get(scoring, scoring)
+    return found
+
+
+def _latent(own: Own, values: Values) -> Values:
+    """Returns the sizes of latent attention. In files of before April 2025, the lengths are those of the
+    heads that the latents are expanded to."""
+    rotated = _number(own("rope.dimension_count"))
+    size = own("attention.key_length_mla") or own("attention.key_length")
+    shares = _shares(own, values)
+    return {
+        **shares,
+        "q_lora_rank": own("attention.q_lora_rank"),
+        "kv_lora_rank": own("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": _number(size) - rotated,
+        "v_head_dim": own("attention.value_length_mla") or own("attention.value_length"),
+    }
+
+
+def _deepseek_v2(own: Own, values: Values) -> Values:
+    found = _latent(own, values)
+    return {**found, "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy"}
+
+
+_EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_LOCAL = {"num_local_experts": "expert_count", **_EXPERTS}
+_DEEPSEEK = {"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count", **_EXPERTS}
+_GRANITE = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "exp_probs_b": "block_sparse_moe.gate.e_score_correction_bias",
+    "ffn_gate": "block_sparse_moe.w1",
+    "ffn_up": "block_sparse_moe.w3",
+    "ffn_down": "block_sparse_moe.w2",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
+_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", is_paired=True),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen2moe": Family(
+        "Qwen2MoeForCausalLM",
+        _SHARED_EXPERT,
+        {**_LOCAL, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        lambda own, values: {"norm_topk_prob": False},  # no key says so; this is what llama.cpp does
+    ),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "qwen3moe": Family(
+        "Qwen3MoeForCausalLM", keys=_LOCAL, derived=lambda own, values: {"norm_topk_prob": True}
+    ),
+    "gpt-oss": Family("GptOssForCausalLM", {"ffn_gate_inp": "mlp.router"}, _LOCAL),
+    "gemma": Family("GemmaForCausalLM", has_whole_norms=True),
+    "gemma2": Family("Gemma2ForCausalLM", _SANDWICH, _CAPS, _gemma2, has_whole_norms=True),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        _SANDWICH,
+        {"final_logit_softcapping": "final_logit_softcapping"},
+        _gemma3,
+        has_whole_norms=True,
+        sliding_theta=10000.0,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"ffn_up": "mlp.gate_up_proj"},
+        {"original_max_position_embeddings": "rope.scaling.original_context_length"},
+        rotates_partly=True,
+    ),
+    "granite": Family("GraniteForCausalLM", keys=_GRANITE, is_paired=True),
+    "granitemoe": Family("GraniteMoeForCausalLM", keys={**_GRANITE, **_LOCAL}, is_paired=True),
+    "smollm3": Family("SmolLM3ForCausalLM", is_paired=True),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "olmoe": Family("OlmoeForCausalLM", keys={**_EXPERTS, "num_experts": "expert_count"}),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        rotates_partly=True,
+    ),
+    "glm4moe": Family("Glm4MoeForCausalLM", keys=_DEEPSEEK, derived=_shares, rotates_partly=True),
+    "dots1": Family("Dots1ForCausalLM", keys=_DEEPSEEK, derived=_shares),
+    "exaone4": Family("Exaone4ForCausalLM", derived=_with_windows),
+    "seed_oss": Family("SeedOssForCausalLM"),
+    "ernie4_5": Family("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        keys={
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+    ),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM"),
+    "minimax-m2": Family("MiniMaxM2ForCausalLM", _MIXTRAL, _LOCAL, rotates_partly=True),
+    "deepseek2": Family("DeepseekV2ForCausalLM", keys=_DEEPSEEK, derived=_deepseek_v2),
+}
+"""Families by `general.architecture`. Files of Mistral say llama, too."""
+_MIXTURE_OF_LLAMA = Family("MixtralForCausalLM", _MIXTRAL, _LOCAL, is_paired=True)
+_OLMO3 = Family("Olmo3ForCausalLM", derived=_with_windows, sliding_theta=0)
+_DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", keys=_DEEPSEEK, derived=_latent)
+_YOUTU = Family("YoutuForCausalLM", derived=_latent)
+
+
+def family_of(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Family | None:
+    """Returns the family of a file; None: it is not supported. Some architectures stand for several families,
+    which other keys tell apart.
+
+    Args:
+        metadata: the file's.
+        tensors: the file's tensors by name.
+    """
+    arch = metadata.get("general.architecture")
+    if arch == "llama" and metadata.get("llama.expert_count"):
+        return _MIXTURE_OF_LLAMA
+    if arch == "olmo2" and metadata.get("olmo2.attention.sliding_window"):
+        return _OLMO3
+    if arch == "deepseek2" and not metadata.get("deepseek2.expert_count"):
+        return _YOUTU
+    if arch == "deepseek2" and any(name.endswith(".exp_probs_b.bias") for name in tensors):
+        return _DEEPSEEK_V3
+    return FAMILIES.get(arch) if isinstance(arch, str) else None
