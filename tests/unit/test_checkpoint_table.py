@@ -75,12 +75,14 @@ SIZES_OF_EXPERTS: dict[str, dict[str, Any]] = {
 OTHERS_OF_GGUF = (
     *(*GEMMA_FAMILIES, "phi3", "glm4", "granite", "olmo2", "olmo3", "smollm3", "seed_oss", "ernie4_5"),
     *("exaone4", "hunyuan", "dots1", "glm4_moe", "granitemoe", "ernie4_5_moe", "olmoe", "minimax_m2"),
-    *MLA_FAMILIES,
+    *(*MLA_FAMILIES, "lfm2", "lfm2_moe"),
 )
 _EXPERTS = {"moe_intermediate_size": 256, "num_hidden_layers": 2}
 _LATENT = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "kv_lora_rank": 64}
 SIZES_OF_OTHERS: dict[str, dict[str, Any]] = {
     **{family: {"query_pre_attn_scalar": 64} for family in ("gemma2", "gemma3")},
+    "lfm2": {"intermediate_size": 384},
+    "lfm2_moe": {"moe_intermediate_size": 256, "num_experts": 4},
     **dict.fromkeys(("dots1", "glm4_moe", "ernie4_5_moe"), _EXPERTS),
     **{family: {**_EXPERTS, **_LATENT, "q_lora_rank": 256, "head_dim": 32} for family in MLA_FAMILIES},
 }
@@ -392,7 +394,7 @@ def test_other_families_load_of_the_types_of_gguf_that_their_line_names(
         weights = load_file(exact / "model.safetensors")
         for key, weight in weights.items():
             is_router = key.endswith(("gate.weight", "router.layer.weight")) or "kv_b_proj" in key
-            if weight.ndim > 1 and not is_router and "statics" not in key:
+            if weight.ndim > 1 and not is_router and "statics" not in key and "conv.conv" not in key:
                 weights[key] = rows.mean(weight, GGMLQuantizationType[name])
         save_file(weights, exact / "model.safetensors", metadata={"format": "pt"})
         plain_kinds = dict.fromkeys(("attn_k_b", "attn_v_b", "exp_probs_b.bias"), "F32")

@@ -38,7 +38,17 @@ DENSE = (
     "hunyuan",
 )
 EXPERTS = ("dots1", "glm4_moe", "ernie4_5_moe", "olmoe", "granitemoe", "minimax_m2")
-FAMILIES_OF_FILES = (*DENSE, *EXPERTS, "gemma2", "gemma3", "youtu", "deepseek_v2", "deepseek_v3")
+FAMILIES_OF_FILES = (
+    *DENSE,
+    *EXPERTS,
+    "gemma2",
+    "gemma3",
+    "lfm2",
+    "lfm2_moe",
+    "youtu",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 
 
 def write(family: str, path: Path, kind: str = "F32", **options: Any) -> Path:
@@ -185,6 +195,12 @@ def test_files_from_before_latents_were_cached(tmp_path: Path) -> None:
         ),
         ("granite", {"rope__dimension_count": 8}, "granite.rope.dimension_count is 8, of heads of 16"),
         ("deepseek_v3", {"expert_gating_func": 3}, "scoring_func 3 is not supported; supported: sigmoid"),
+        (
+            "lfm2_moe",
+            {"expert_gating_func": 1},
+            "scoring_func 'softmax' is not supported; supported: sigmoid",
+        ),
+        ("lfm2", {"attention__head_count_kv": [0, 2]}, "layer_types"),
         ("deepseek_v2", {"rope__dimension_count": 64}, "qk_nope_head_dim must be a positive whole number"),
         ("gemma3", {"attention__head_count": 0}, "num_attention_heads must be a positive whole number"),
     ],
@@ -198,9 +214,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert str(refused.value).startswith(f"{file}: ") and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "arch", ["qwen3next", "qwen35", "lfm2", "nemotron_h", "granitehybrid", "llama4", "minicpm3"]
-)
+@pytest.mark.parametrize("arch", ["qwen3next", "qwen35", "nemotron_h", "granitehybrid", "llama4", "minicpm3"])
 def test_architectures_without_a_family_are_refused(arch: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch)
     writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))

@@ -13,7 +13,12 @@ the file does not state it."""
 Values = Mapping[str, Any]
 """Values by their keys in config.json."""
 
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 """Hugging Face's names of the tensors outside layers, by their names in GGUF files."""
 IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -109,21 +114,24 @@ def _gemma3(own: Own, values: Values) -> Values:
     return {**_gemma(own, values, 62), **_with_windows(own, values)}
 
 
+def _scoring(own: Own, values: Values) -> Values:
+    """Returns the function of experts' scores, if the file states it."""
+    scoring = own("expert_gating_func")
+    named = {1: "softmax", 2: "sigmoid"}.get(_number(scoring), scoring)
+    return {} if scoring is None or scoring == 0 else {"scoring_func": named}
+
+
 def _shares(own: Own, values: Values) -> Values:
     """Returns how DeepSeek's experts are chosen, and their shares; llama.cpp's defaults for what is not
     stated."""
-    scorings = {1: "softmax", 2: "sigmoid"}
-    scoring = own("expert_gating_func")
-    found: dict[str, Any] = {
+    return {
+        **_scoring(own, values),
         "norm_topk_prob": own("expert_weights_norm") or False,
         "routed_scaling_factor": own("expert_weights_scale") or 1.0,
         "n_group": own("expert_group_count") or 1,
         "topk_group": own("expert_group_used_count") or 1,
         "first_k_dense_replace": own("leading_dense_block_count") or 0,
     }
-    if type(scoring) is int and scoring != 0:
-        found["scoring_func"] = scorings.get(scoring, scoring)
-    return found
 
 
 def _latent(own: Own, values: Values) -> Values:
@@ -147,6 +155,20 @@ def _deepseek_v2(own: Own, values: Values) -> Values:
     return {**found, "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy"}
 
 
+def _lfm2(own: Own, values: Values) -> Values:
+    """Returns LFM2's kinds of layers. A layer without KV heads is a convolution."""
+    heads = own("attention.head_count_kv")
+    found = {**_scoring(own, values), "norm_eps": values["rms_norm_eps"]}
+    if not isinstance(heads, list) or not heads:
+        return found
+    return {
+        **found,
+        "block_auto_adjust_ff_dim": False,
+        "num_key_value_heads": max(map(_number, heads)),
+        "layer_types": ["full_attention" if _number(one) else "conv" for one in heads],
+    }
+
+
 _EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
 _LOCAL = {"num_local_experts": "expert_count", **_EXPERTS}
 _DEEPSEEK = {"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count", **_EXPERTS}
@@ -168,6 +190,21 @@ _SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.gate.e_score_correction_bias",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
 }
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
 _CAPS = {
@@ -236,7 +273,19 @@ FAMILIES = {
         },
     ),
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM"),
-    "minimax-m2": Family("MiniMaxM2ForCausalLM", _MIXTRAL, _LOCAL, rotates_partly=True),
+    "minimax-m2": Family("MiniMaxM2ForCausalLM", _MIXTRAL, _LOCAL, _scoring, rotates_partly=True),
+    "lfm2": Family("Lfm2ForCausalLM", _LFM2, {"conv_L_cache": "shortconv.l_cache"}, _lfm2),
+    "lfm2moe": Family(
+        "Lfm2MoeForCausalLM",
+        _LFM2,
+        {
+            **_EXPERTS,
+            "num_experts": "expert_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "conv_L_cache": "shortconv.l_cache",
+        },
+        _lfm2,
+    ),
     "deepseek2": Family("DeepseekV2ForCausalLM", keys=_DEEPSEEK, derived=_deepseek_v2),
 }
 """Families by `general.architecture`. Files of Mistral say llama, too."""

@@ -52,7 +52,9 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
             when its content is read.
     """
     family = _family(opened)
-    heads = {"attn_q": _heads(opened, "head_count"), "attn_k": _heads(opened, "head_count_kv")}
+    heads = {}
+    if family.is_paired:
+        heads = {"attn_q": _heads(opened, "head_count"), "attn_k": _heads(opened, "head_count_kv")}
     for stored in _matrices(opened):
         if stored.file != file or stored.name in (ROPE_FACTORS, *LONG_FACTORS.values()):
             continue
@@ -63,7 +65,7 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         is_kept = keeps_blocks and _has_blocks(stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
         change: _Change | None = None
-        if family.is_paired and part in heads:
+        if part in heads:
             change = partial(_rotate_half_order, num_heads=heads[part])
         elif family.has_whole_norms and part.endswith("norm"):
             change = _less_one
@@ -160,11 +162,15 @@ def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in TOP:
         return f"{TOP[parts[0]]}.{parts[1]}"
-    in_layer = (names.get(parts[2]) or IN_LAYER.get(parts[2])) if len(parts) in (4, 5) else None
-    if parts[0] != "blk" or in_layer is None:
+    if parts[0] != "blk" or len(parts) not in (4, 5):
         return name
-    if len(parts) == 5:
-        in_layer = in_layer.replace(".", f".experts.{parts[3]}.")
+    part = ".".join(parts[2:-1])
+    in_layer = names.get(part) or IN_LAYER.get(part)
+    if in_layer is None and len(parts) == 5:
+        in_layer = names.get(parts[2]) or IN_LAYER.get(parts[2])
+        in_layer = in_layer and in_layer.replace(".", f".experts.{parts[3]}.")
+    if in_layer is None:
+        return name
     end = "" if parts[2] in PARAMETERS else f".{parts[-1]}"
     return f"model.layers.{parts[1]}.{in_layer}{end}"
 
