@@ -49,7 +49,7 @@ IN_LAYER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Hugging Face's names of a layer's tensors, by their names in GGUF files."""
-PARAMETERS = ("attn_sinks", "exp_probs_b")
+PARAMETERS = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
 """Tensors whose names end in ".weight" or ".bias" in GGUF files alone."""
 
 
@@ -169,6 +169,23 @@ def _lfm2(own: Own, values: Values) -> Values:
     }
 
 
+def _delta(own: Own, values: Values) -> Values:
+    """Returns the sizes of gated DeltaNet, and which layers have it."""
+    heads, layers = own("ssm.time_step_rank"), own("attention.recurrent_layers")
+    found: dict[str, Any] = {
+        "linear_num_key_heads": own("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": own("ssm.state_size"),
+        "linear_value_head_dim": _number(own("ssm.inner_size"), 2**32) // max(_number(heads), 1),
+        "linear_conv_kernel_dim": own("ssm.conv_kernel"),
+        "full_attention_interval": own("full_attention_interval"),
+    }
+    if isinstance(layers, list):
+        kinds = ["linear_attention" if one else "full_attention" for one in layers]
+        found["layer_types"] = kinds[: _number(values["num_hidden_layers"])]
+    return found
+
+
 _EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
 _LOCAL = {"num_local_experts": "expert_count", **_EXPERTS}
 _DEEPSEEK = {"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count", **_EXPERTS}
@@ -205,6 +222,17 @@ _LFM2 = {
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
+}
+_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
 _CAPS = {
@@ -285,6 +313,19 @@ FAMILIES = {
             "conv_L_cache": "shortconv.l_cache",
         },
         _lfm2,
+    ),
+    "qwen35": Family("Qwen3_5ForCausalLM", _DELTA, {}, _delta, has_whole_norms=True, rotates_partly=True),
+    "qwen35moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA, **_SHARED_EXPERT},
+        {
+            **_EXPERTS,
+            "num_experts": "expert_count",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        _delta,
+        has_whole_norms=True,
+        rotates_partly=True,
     ),
     "deepseek2": Family("DeepseekV2ForCausalLM", keys=_DEEPSEEK, derived=_deepseek_v2),
 }
