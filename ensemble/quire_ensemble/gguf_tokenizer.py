@@ -37,6 +37,11 @@ def _by_case(ending: str, digits: str) -> str:
 _PATTERNS = {
     "llama3": (_WORDS + r"\p{N}{1,3}" + _REST,),
     "qwen2": (_WORDS + r"\p{N}" + _REST,),
+    "qwen35": (
+        (_WORDS + r"\p{N}" + _REST)
+        .replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
+        .replace(r"\s\p{L}", r"\s\p{L}\p{M}"),
+    ),
     "tekken": (_by_case("", r"\p{N}"),),
     "gpt-4o": (_by_case(f"{_ENDINGS}?", r"\p{N}{1,3}"),),
     "seed-coder": (_WORDS + r"\p{N}" + _REST.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+", 1),),
@@ -51,16 +56,17 @@ _PATTERNS = {
 _RULES = {
     **dict.fromkeys(("gpt-2", "default"), "gpt2"),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), "digits"),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), "llama3"),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), "gpt-4o"),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), "deepseek-v3"),
+    "qwen35": "qwen35",
     "tekken": "tekken",
     "seed-coder": "seed-coder",
 }
 """Rules by the names in `tokenizer.ggml.pre`."""
-_BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 """Names with which texts begin with BOS, unless the file says otherwise."""
 _WITH_WHOLE_WORDS = (*_BEGIN_WITH_BOS, "glm4")
 """Names with which a word that is a token is not merged from parts."""
@@ -146,7 +152,7 @@ def _byte_level(file: Path, values: dict[str, Any]) -> Any:
     vocab = {token: token_id for token_id, token in enumerate(values["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in values["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=name in _WITH_WHOLE_WORDS))
-    if rule == "qwen2":
+    if rule in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     parts: list[Any] = []
     if rule == "digits":

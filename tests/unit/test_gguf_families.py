@@ -38,7 +38,17 @@ DENSE = (
     "hunyuan",
 )
 EXPERTS = ("dots1", "glm4_moe", "ernie4_5_moe", "olmoe", "granitemoe", "minimax_m2")
-FAMILIES_OF_FILES = (*DENSE, *EXPERTS, "gemma2", "gemma3", "youtu", "deepseek_v2", "deepseek_v3")
+FAMILIES_OF_FILES = (
+    *DENSE,
+    *EXPERTS,
+    "gemma2",
+    "gemma3",
+    "lfm2",
+    "lfm2_moe",
+    "youtu",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 
 
 def write(family: str, path: Path, kind: str = "F32", **options: Any) -> Path:
@@ -185,6 +195,14 @@ def test_files_from_before_latents_were_cached(tmp_path: Path) -> None:
         ),
         ("granite", {"rope__dimension_count": 8}, "granite.rope.dimension_count is 8, of heads of 16"),
         ("deepseek_v3", {"expert_gating_func": 3}, "scoring_func 3 is not supported; supported: sigmoid"),
+        (
+            "lfm2_moe",
+            {"expert_gating_func": 1},
+            "scoring_func 'softmax' is not supported; supported: sigmoid",
+        ),
+        ("lfm2", {"attention__head_count_kv": [0, 2]}, "layer_types"),
+        ("qwen3_5", {"ssm__group_count": 3}, "linear_num_value_heads=4 is no multiple of"),
+        ("qwen3_5", {"ssm__time_step_rank": 0}, "linear_num_value_heads must be a positive whole number"),
         ("deepseek_v2", {"rope__dimension_count": 64}, "qk_nope_head_dim must be a positive whole number"),
         ("gemma3", {"attention__head_count": 0}, "num_attention_heads must be a positive whole number"),
     ],
@@ -198,9 +216,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert str(refused.value).startswith(f"{file}: ") and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "arch", ["qwen3next", "qwen35", "lfm2", "nemotron_h", "granitehybrid", "llama4", "minicpm3"]
-)
+@pytest.mark.parametrize("arch", ["qwen3next", "nemotron_h", "granitehybrid", "llama4", "minicpm3"])
 def test_architectures_without_a_family_are_refused(arch: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch)
     writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
@@ -218,3 +234,19 @@ def test_architectures_without_a_family_are_refused(arch: str, tmp_path: Path) -
 
 def test_every_family_is_one_of_llama_cpp() -> None:
     assert FAMILIES.keys() <= set(gguf.MODEL_ARCH_NAMES.values())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_columns_of_heads_stay_in_blocks_that_are_whole(kind: str, tmp_path: Path) -> None:
+    """Two blocks of Q8_0 are a head's; of Q4_K a block holds four heads, and the matrix is decoded."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "linear_value_head_dim": 64}
+    file = write("qwen3_5", tmp_path, kind, **sizes)
+    ours = {one.name: one for one in read_gguf(file, GGUFFile.open(file), keeps_blocks=True)}
+    out = ours["model.layers.0.linear_attn.out_proj.weight"]
+    assert (out.tensor.dtype == torch.uint8) == (kind == "Q8_0")
+    (stored,) = [one for one in gguf.GGUFReader(file).tensors if one.name == "blk.0.ssm_out.weight"]
+    heads = quants.dequantize(stored.data, stored.tensor_type).reshape(256, 2, 2, 64)  # places, key heads
+    means = out.read().numpy()
+    if kind == "Q8_0":
+        means = quants.dequantize(means, stored.tensor_type)
+    np.testing.assert_array_equal(means, heads.swapaxes(1, 2).reshape(256, -1))

@@ -15,7 +15,13 @@ import pytest
 import sentencepiece
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import (
+    GPT2Tokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    Qwen3_5Tokenizer,
+)
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.gguf.gguf_tokenizer_mapping import set_split_regex
 
@@ -122,7 +128,9 @@ def _by_patterns(*patterns: str, ignore_merges: bool = False) -> Callable[..., A
 ORACLES: dict[str, Callable[..., Any]] = {
     "gpt-2": lambda vocab, merges: GPT2Tokenizer(vocab=vocab, merges=merges),
     "qwen2": lambda vocab, merges: Qwen2Tokenizer(vocab=vocab, merges=merges),
+    "qwen35": lambda vocab, merges: Qwen3_5Tokenizer(vocab=vocab, merges=merges),
     "llama-bpe": _llama3,
+    "lfm2": _llama3,
     "smollm": _smollm,
     **{rule: partial(_of_gguf, rule) for rule in ("gpt-4o", "llama4", "minimax-m2", "dbrx", "smaug-bpe")},
     # GLM-4's has Llama 3's pattern.

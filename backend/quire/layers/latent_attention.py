@@ -144,22 +144,33 @@ class LatentAttention(nn.Module):
         ops.write_kv(key, key, kv_layer, meta.slot_mapping)
         out = x.new_empty((x.shape[0], self.num_heads, latent.value_dim))
         chosen: Chosen | None = None if latent.index is None else meta.plans[_CHOSEN]
-        expanded, absorbed = (
-            (None, None) if chosen is not None else self._split(meta, data_of(kv_layer).shape[3])
-        )
-        if chosen is not None:
-            self._sparse(query, rotary[:, :-1], data_of(kv_layer), meta, chosen, out)
-        elif expanded is None:
-            self._absorbed(query, rotary[:, :-1], kv_layer, meta, out)
+        if chosen is None:
+            self._dense(query, rotary[:, :-1], kv_layer, meta, out)
         else:
-            rows = expanded.rows
-            out[rows] = self._expanded(query[rows], rotary[rows, :-1], kv_layer, expanded)
-        if absorbed is not None:
-            rest = out.new_empty((len(absorbed.rows), *out.shape[1:]))
-            self._absorbed(query[absorbed.rows], rotary[absorbed.rows, :-1], kv_layer, absorbed.meta, rest)
-            out[absorbed.rows] = rest
+            self._sparse(query, rotary[:, :-1], data_of(kv_layer), meta, chosen, out)
         attended: torch.Tensor = self.out(out.flatten(1), adapters)
         return attended
+
+    def _dense(
+        self,
+        query: torch.Tensor,
+        rotary: torch.Tensor,
+        kv_layer: KVLayer,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Computes attention to all positions into `out`, each sequence in the form that `_split` chooses.
+        `query` and `rotary` are as in `_absorbed`."""
+        expanded, absorbed = self._split(meta, data_of(kv_layer).shape[3])
+        if expanded is None:
+            self._absorbed(query, rotary, kv_layer, meta, out)
+        else:
+            rows = expanded.rows
+            out[rows] = self._expanded(query[rows], rotary[rows], kv_layer, expanded)
+        if absorbed is not None:
+            rest = out.new_empty((len(absorbed.rows), *out.shape[1:]))
+            self._absorbed(query[absorbed.rows], rotary[absorbed.rows], kv_layer, absorbed.meta, rest)
+            out[absorbed.rows] = rest
 
     def _absorbed(
         self,
@@ -194,7 +205,7 @@ class LatentAttention(nn.Module):
         topk, (block_size, size) = chosen.blocks.shape[1], cache.shape[3:]
         width = -(-topk // block_size)
         step = max(GATHERED_BYTES // (width * block_size * size * cache.dtype.itemsize), 1)
-        parts = meta.plan(("chosen", step), lambda: list(_alone(meta, step, topk, width)))
+        parts = meta.plan(("chosen", step, topk, width), lambda: list(_alone(meta, step, topk, width)))
         for number, part in enumerate(parts):
             rows = slice(number * step, number * step + part.num_tokens)
             vectors = cache[chosen.blocks[rows], 0, 0, chosen.offsets[rows]]  # [tokens, topk, size]

@@ -124,6 +124,9 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> StatesConfig:
         """See DecoderModel."""
         config = super().parse_config(hf, dtype)
+        scoring = hf.get("scoring_func", "sigmoid")
+        if scoring != "sigmoid":
+            raise hf.error(f"scoring_func {scoring!r:.40} is not supported; supported: sigmoid")
         dense, num_layers = hf.whole("num_dense_layers", 2, most=MAX_SIZE), config.num_layers
         num_experts = hf.require_int("num_experts", 32, most=MAX_EXPERTS)
         experts = ExpertsConfig(

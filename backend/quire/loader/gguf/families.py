@@ -13,7 +13,12 @@ the file does not state it."""
 Values = Mapping[str, Any]
 """Values by their keys in config.json."""
 
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 """Hugging Face's names of the tensors outside layers, by their names in GGUF files."""
 IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -44,7 +49,7 @@ IN_LAYER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Hugging Face's names of a layer's tensors, by their names in GGUF files."""
-PARAMETERS = ("attn_sinks", "exp_probs_b")
+PARAMETERS = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
 """Tensors whose names end in ".weight" or ".bias" in GGUF files alone."""
 
 
@@ -109,21 +114,24 @@ def _gemma3(own: Own, values: Values) -> Values:
     return {**_gemma(own, values, 62), **_with_windows(own, values)}
 
 
+def _scoring(own: Own, values: Values) -> Values:
+    """Returns the function of experts' scores, if the file states it."""
+    scoring = own("expert_gating_func")
+    named = {1: "softmax", 2: "sigmoid"}.get(_number(scoring), scoring)
+    return {} if scoring is None or scoring == 0 else {"scoring_func": named}
+
+
 def _shares(own: Own, values: Values) -> Values:
     """Returns how DeepSeek's experts are chosen, and their shares; llama.cpp's defaults for what is not
     stated."""
-    scorings = {1: "softmax", 2: "sigmoid"}
-    scoring = own("expert_gating_func")
-    found: dict[str, Any] = {
+    return {
+        **_scoring(own, values),
         "norm_topk_prob": own("expert_weights_norm") or False,
         "routed_scaling_factor": own("expert_weights_scale") or 1.0,
         "n_group": own("expert_group_count") or 1,
         "topk_group": own("expert_group_used_count") or 1,
         "first_k_dense_replace": own("leading_dense_block_count") or 0,
     }
-    if type(scoring) is int and scoring != 0:
-        found["scoring_func"] = scorings.get(scoring, scoring)
-    return found
 
 
 def _latent(own: Own, values: Values) -> Values:
@@ -147,6 +155,37 @@ def _deepseek_v2(own: Own, values: Values) -> Values:
     return {**found, "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy"}
 
 
+def _lfm2(own: Own, values: Values) -> Values:
+    """Returns LFM2's kinds of layers. A layer without KV heads is a convolution."""
+    heads = own("attention.head_count_kv")
+    found = {**_scoring(own, values), "norm_eps": values["rms_norm_eps"]}
+    if not isinstance(heads, list) or not heads:
+        return found
+    return {
+        **found,
+        "block_auto_adjust_ff_dim": False,
+        "num_key_value_heads": max(map(_number, heads)),
+        "layer_types": ["full_attention" if _number(one) else "conv" for one in heads],
+    }
+
+
+def _delta(own: Own, values: Values) -> Values:
+    """Returns the sizes of gated DeltaNet, and which layers have it."""
+    heads, layers = own("ssm.time_step_rank"), own("attention.recurrent_layers")
+    found: dict[str, Any] = {
+        "linear_num_key_heads": own("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": own("ssm.state_size"),
+        "linear_value_head_dim": _number(own("ssm.inner_size"), 2**32) // max(_number(heads), 1),
+        "linear_conv_kernel_dim": own("ssm.conv_kernel"),
+        "full_attention_interval": own("full_attention_interval"),
+    }
+    if isinstance(layers, list):
+        kinds = ["linear_attention" if one else "full_attention" for one in layers]
+        found["layer_types"] = kinds[: _number(values["num_hidden_layers"])]
+    return found
+
+
 _EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
 _LOCAL = {"num_local_experts": "expert_count", **_EXPERTS}
 _DEEPSEEK = {"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count", **_EXPERTS}
@@ -168,6 +207,32 @@ _SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.gate.e_score_correction_bias",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
 _CAPS = {
@@ -236,7 +301,32 @@ FAMILIES = {
         },
     ),
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM"),
-    "minimax-m2": Family("MiniMaxM2ForCausalLM", _MIXTRAL, _LOCAL, rotates_partly=True),
+    "minimax-m2": Family("MiniMaxM2ForCausalLM", _MIXTRAL, _LOCAL, _scoring, rotates_partly=True),
+    "lfm2": Family("Lfm2ForCausalLM", _LFM2, {"conv_L_cache": "shortconv.l_cache"}, _lfm2),
+    "lfm2moe": Family(
+        "Lfm2MoeForCausalLM",
+        _LFM2,
+        {
+            **_EXPERTS,
+            "num_experts": "expert_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "conv_L_cache": "shortconv.l_cache",
+        },
+        _lfm2,
+    ),
+    "qwen35": Family("Qwen3_5ForCausalLM", _DELTA, {}, _delta, has_whole_norms=True, rotates_partly=True),
+    "qwen35moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA, **_SHARED_EXPERT},
+        {
+            **_EXPERTS,
+            "num_experts": "expert_count",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        _delta,
+        has_whole_norms=True,
+        rotates_partly=True,
+    ),
     "deepseek2": Family("DeepseekV2ForCausalLM", keys=_DEEPSEEK, derived=_deepseek_v2),
 }
 """Families by `general.architecture`. Files of Mistral say llama, too."""

@@ -155,7 +155,8 @@ def _rope(opened: GGUFFile, stated: _Stated, family: Family) -> dict[str, Any]:
             f"{opened.path}: {stated.arch}.rope.dimension_count is {shown(rotated)}, of heads of "
             f"{shown(size)} dimensions: not supported"
         )
-    if own("rope.dimension_sections") is not None:
+    # Positions of text are equal on all axes. The rows of GLM-4's projections are in another order then.
+    if own("rope.dimension_sections") is not None and not stated.arch.startswith("qwen35"):
         raise CheckpointError(f"{opened.path}: {stated.arch}.rope.dimension_sections is not supported")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own("rope.freq_base") or 10000.0}
     if family.rotates_partly:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from gguf import GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
 from quire.layers.config import MAX_EXPERTS
@@ -52,7 +52,9 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
             when its content is read.
     """
     family = _family(opened)
-    heads = {"attn_q": _heads(opened, "head_count"), "attn_k": _heads(opened, "head_count_kv")}
+    heads, deltas = {}, _delta_changes(opened)
+    if family.is_paired:
+        heads = {"attn_q": _heads(opened, "head_count"), "attn_k": _heads(opened, "head_count_kv")}
     for stored in _matrices(opened):
         if stored.file != file or stored.name in (ROPE_FACTORS, *LONG_FACTORS.values()):
             continue
@@ -60,12 +62,14 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         if joined is not None:
             yield from joined
             continue
-        is_kept = keeps_blocks and _has_blocks(stored)
-        part = stored.name.split(".")[-2] if "." in stored.name else stored.name
+        is_kept = keeps_blocks and _has_blocks(opened, stored)
+        part = (stored.name.split(".")[2:3] or stored.name.split("."))[0]
         change: _Change | None = None
-        if family.is_paired and part in heads:
+        if part in heads:
             change = partial(_rotate_half_order, num_heads=heads[part])
-        elif family.has_whole_norms and part.endswith("norm"):
+        elif part in deltas:
+            change = deltas[part]
+        elif family.has_whole_norms and part.endswith("norm") and part != "ssm_norm":
             change = _less_one
         dtype = torch.uint8 if is_kept else _PLAIN.get(stored.kind)
         name = hf_name(stored.name, family.names)
@@ -82,7 +86,7 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
     """Makes the scheme for the tensors that `read_gguf` gives with `keeps_blocks`. Logs a warning about
     tensors that must be decoded."""
     tensors = list(_matrices(opened))
-    decoded = [one for one in tensors if one.kind not in _PLAIN and not _has_blocks(one)]
+    decoded = [one for one in tensors if one.kind not in _PLAIN and not _has_blocks(opened, one)]
     if decoded:
         logger.warning(
             "%s: %d tensors of the types %s are decoded: %.0f MB of the file become %d numbers of `dtype`",
@@ -93,7 +97,7 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
             sum(math.prod(one.shape) for one in decoded),
         )
     names = _family(opened).names
-    kept = {hf_name(one.name, names): one.kind for one in tensors if _has_blocks(one)}
+    kept = {hf_name(one.name, names): one.kind for one in tensors if _has_blocks(opened, one)}
     return GGUFScheme(opened.path, kept)
 
 
@@ -160,11 +164,15 @@ def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in TOP:
         return f"{TOP[parts[0]]}.{parts[1]}"
-    in_layer = (names.get(parts[2]) or IN_LAYER.get(parts[2])) if len(parts) in (4, 5) else None
-    if parts[0] != "blk" or in_layer is None:
+    if parts[0] != "blk" or len(parts) not in (3, 4, 5):
         return name
-    if len(parts) == 5:
-        in_layer = in_layer.replace(".", f".experts.{parts[3]}.")
+    part = ".".join(parts[2:-1]) or parts[2]
+    in_layer = names.get(part) or IN_LAYER.get(part)
+    if in_layer is None and len(parts) == 5:
+        in_layer = names.get(parts[2]) or IN_LAYER.get(parts[2])
+        in_layer = in_layer and in_layer.replace(".", f".experts.{parts[3]}.")
+    if in_layer is None:
+        return name
     end = "" if parts[2] in PARAMETERS else f".{parts[-1]}"
     return f"model.layers.{parts[1]}.{in_layer}{end}"
 
@@ -181,9 +189,42 @@ def _heads(opened: GGUFFile, key: str) -> int:
     return int(_own(opened, f"attention.{key}") or _own(opened, "attention.head_count") or 0)
 
 
-def _has_blocks(stored: StoredTensor) -> bool:
+def _has_blocks(opened: GGUFFile, stored: StoredTensor) -> bool:
     """Whether the tensor is a matrix that can stay in its blocks."""
-    return stored.kind in BLOCK_KINDS and len(stored.shape) == 2
+    if stored.kind not in BLOCK_KINDS or len(stored.shape) != 2:
+        return False
+    # Its columns are reordered by heads, which must be whole blocks.
+    num_heads = _own(opened, "ssm.time_step_rank")
+    is_cut = stored.name.endswith(".ssm_out.weight") and type(num_heads) is int and num_heads > 0
+    return not is_cut or stored.shape[1] // num_heads % GGML_QUANT_SIZES[stored.kind][0] == 0
+
+
+def _delta_changes(opened: GGUFFile) -> dict[str, _Change]:
+    """Returns what undoes the converter's changes of gated DeltaNet's tensors, by their names in a layer. It
+    puts value heads of the same key head as far apart as there are key heads."""
+    names = ("group_count", "time_step_rank", "state_size", "inner_size")
+    sizes = [_own(opened, f"ssm.{name}") for name in names]
+    if "ssm_out" not in _family(opened).names or any(type(one) is not int or one < 1 for one in sizes):
+        return {}
+    num_groups, num_heads, key_dim, inner_size = sizes
+    rows = partial(_beside, num_groups=num_groups, size=max(inner_size // num_heads, 1))
+    single = partial(_beside, num_groups=num_groups, size=1)
+    channels = partial(rows, first=2 * num_groups * key_dim)
+    return {
+        "attn_qkv": channels,
+        "ssm_conv1d": channels,
+        "attn_gate": rows,
+        **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_dt"), single),
+        "ssm_a": lambda tensor: single(-tensor.float()).log(),
+        "ssm_out": lambda tensor: _beside(tensor.T, num_groups, tensor.shape[1] // num_heads).T.contiguous(),
+    }
+
+
+def _beside(tensor: torch.Tensor, num_groups: int, size: int, first: int = 0) -> torch.Tensor:
+    """Returns the tensor with heads of `size` rows, from row `first` on, in the order of their groups. The
+    stored order is that of their places in the groups."""
+    heads = tensor[first:].unflatten(0, (-1, num_groups, size)).transpose(0, 1).flatten(0, 2)
+    return torch.cat([tensor[:first], heads])
 
 
 def _decode(
