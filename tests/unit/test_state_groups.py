@@ -218,6 +218,24 @@ def test_a_conversation_is_pinned_up_to_its_last_snapshot() -> None:
     assert later.num_cached_tokens == 16
 
 
+def test_a_pin_that_would_be_too_large_ends_at_an_earlier_snapshot() -> None:
+    """Without its snapshot, what is pinned would not be found."""
+    limit = 10  # keys of 8 blocks, and both states
+    engine = fake(num_blocks=40, cache={**CACHING, "max_pinned_fraction": limit / 40})
+    session = SchedulingParams(session="s")
+    first = engine.add("a", 17, 3, scheduling=session)
+    engine.run()
+    second = engine.add("b", 0, 3, prompt=[*first.token_ids, *range(21)], scheduling=session)
+    engine.run()
+    assert engine.kv.pins.num_blocks == 4 + 2  # the second turn's end would be 10 + 2
+    engine.add("c", 100, 1)  # evicts all else
+    engine.run()
+    later = engine.add("d", 0, 2, prompt=[*second.token_ids, 1, 2])
+    engine.run()
+    engine.check_outputs()
+    assert later.num_cached_tokens == 16
+
+
 # Forks and preemption.
 
 

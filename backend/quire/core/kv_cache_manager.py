@@ -445,23 +445,23 @@ class KVCacheManager:
         Returns:
             Number of tokens pinned.
         """
+        assert request.table is not None, request
+        tables, most = request.table.blocks, self.pins.max_blocks
         count = min(num_tokens, request.num_computed_tokens) // self.block_size
-        count = min(count, self.pins.max_blocks // max(1, self.num_full_groups))
-        if not self.enable_prefix_caching:
-            count = 0
-        table = request.table
-        assert table is not None, request
-        tables = table.blocks
-        if self.num_state_groups:
-            prefix = self._lookup.find(request, most=count)
-            count, tables = prefix.num_tokens // self.block_size, prefix.block_ids
+        count = min(count, most // max(1, self.num_full_groups)) if self.enable_prefix_caching else 0
 
-        def first(count: int) -> list[int]:
+        def first(tables: Sequence[Sequence[int]], count: int) -> list[int]:
             return [b for blocks in tables for b in blocks[:count] if b != NULL_BLOCK]
 
-        # Groups with a window add the blocks that they still have.
-        count = bisect_right(range(1, count + 1), self.pins.max_blocks, key=lambda n: len(first(n)))
-        block_ids = first(count)
+        # Groups with a window add the blocks that they still have, groups of states their snapshots.
+        if self.num_state_groups:
+            prefix = self._lookup.find(request, most=count)
+            while len(block_ids := first(prefix.block_ids, prefix.num_tokens // self.block_size)) > most:
+                prefix = self._lookup.find(request, most=prefix.num_tokens // self.block_size - 1)
+            count = prefix.num_tokens // self.block_size
+        else:
+            count = bisect_right(range(1, count + 1), most, key=lambda n: len(first(tables, n)))
+            block_ids = first(tables, count)
         self.pins.hold(name, block_ids, deadline)
         return count * self.block_size if block_ids else 0
 
