@@ -313,12 +313,25 @@ class Gemma3VisionConfig(LlavaConfig):
         return ["\n\n", self.mark, self.hf.image_token_id, self.hf.eoi_token_id, "\n\n"]
 
 
+def _check_equal(processor: Any, **sizes: int) -> None:
+    """Raises ValueError unless an image processor has these sizes, which config.json states, too."""
+    for name, ours in sizes.items():
+        theirs = getattr(processor, name, None)
+        if theirs != ours:
+            raise ValueError(f"{name} is {theirs} in the image processor and {ours} in config.json")
+
+
 @dataclass(frozen=True)
-class Gemma4VisionConfig(VisionConfig):
-    """Gemma 4: images of any size. A row is a patch; a grid is (1, height, width) in patches."""
+class PatchesConfig(VisionConfig):
+    """Images of any size. A row is a patch; a grid is (1, height, width) in patches."""
 
     merge: int
-    """Patches of a side that are pooled to one row of embeddings."""
+    """A square of `merge` x `merge` patches makes one row of embeddings."""
+
+    @property
+    @abstractmethod
+    def most_patches(self) -> int:
+        """Most patches of an image's side."""
 
     def rows(self, t: int, h: int, w: int) -> int:
         return h * w
@@ -330,12 +343,24 @@ class Gemma4VisionConfig(VisionConfig):
         return h * w // self.merge**2
 
     def check_image(self, t: int, h: int, w: int) -> None:
-        most = self.hf.vision_config.position_embedding_size
+        most = self.most_patches
         if t != 1 or not all(1 <= n <= most and n % self.merge == 0 for n in (h, w)):
             raise InputError(
                 GRID,
                 f"must be 1, and height and width multiples of {self.merge} up to {most}, got {[t, h, w]}",
             )
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        return 3 * self.patch**2
+
+
+@dataclass(frozen=True)
+class Gemma4VisionConfig(PatchesConfig):
+    """Gemma 4. Patches are pooled to rows of embeddings."""
+
+    @property
+    def most_patches(self) -> int:
+        return int(self.hf.vision_config.position_embedding_size)
 
     def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
         from transformers.models.gemma4 import image_processing_pil_gemma4 as theirs
@@ -345,21 +370,15 @@ class Gemma4VisionConfig(VisionConfig):
         return sides[0] * sides[1] // self.patch**2
 
     def check_settings(self, processor: Any) -> None:
-        for name, ours in (("pooling_kernel_size", self.merge), ("patch_size", self.patch)):
-            theirs = getattr(processor, name)
-            if theirs != ours:
-                raise ValueError(f"{name} is {theirs} in the image processor and {ours} in config.json")
+        _check_equal(processor, pooling_kernel_size=self.merge, patch_size=self.patch)
         if not processor.do_resize:
             raise ValueError("do_resize false of the image processor is not supported")
-        side, most = processor.max_soft_tokens * self.merge, self.hf.vision_config.position_embedding_size
+        side, most = processor.max_soft_tokens * self.merge, self.most_patches
         if side > most:
             raise ValueError(
                 f"the image processor makes images of up to {side} patches a side, at most {most} are "
                 "allowed (position_embedding_size)"
             )
-
-    def check_processor(self, processor: Any, out: Any) -> int:
-        return 3 * self.patch**2
 
     def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
         width, height = (int(n) + 1 for n in np.asarray(out["image_position_ids"][0]).max(0))
@@ -398,10 +417,7 @@ class QwenConfig(VisionConfig):
             )
 
     def check_processor(self, processor: Any, out: Any) -> int:
-        for name, ours in (("merge_size", self.merge), ("patch_size", self.patch)):
-            theirs = getattr(processor, name, None)
-            if theirs != ours:
-                raise ValueError(f"{name} is {theirs} in the image processor and {ours} in config.json")
+        _check_equal(processor, merge_size=self.merge, patch_size=self.patch)
         return int(np.asarray(out["pixel_values"]).shape[1])
 
     def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
@@ -471,32 +487,16 @@ class InternVLConfig(VisionConfig):
 
 
 @dataclass(frozen=True)
-class PixtralConfig(VisionConfig):
-    """Pixtral's tower (in LLaVA, in Mistral 3): images of any size up to a longest side. A row is a patch; a
-    grid is (1, height, width) in patches. A token ends each line of an image's rows."""
+class PixtralConfig(PatchesConfig):
+    """Pixtral's tower (in LLaVA, in Mistral 3). A token ends each line of an image's rows."""
 
     side: int
     """Most pixels of an image's side."""
-    merge: int
-    """A square of `merge` x `merge` patches makes one row of embeddings."""
     extra_tokens: ClassVar[tuple[str, ...]] = ("[IMG_BREAK]", "[IMG_END]")
 
-    def rows(self, t: int, h: int, w: int) -> int:
-        return h * w
-
-    def patches(self, t: int, h: int, w: int) -> int:
-        return h * w
-
-    def tokens(self, t: int, h: int, w: int) -> int:
-        return h * w // self.merge**2
-
-    def check_image(self, t: int, h: int, w: int) -> None:
-        most = self.side // self.patch
-        if t != 1 or not all(1 <= n <= most and n % self.merge == 0 for n in (h, w)):
-            raise InputError(
-                GRID,
-                f"must be 1, and height and width multiples of {self.merge} up to {most}, got {[t, h, w]}",
-            )
+    @property
+    def most_patches(self) -> int:
+        return self.side // self.patch
 
     def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
         # What transformers' processor asks of its image processor.
@@ -522,9 +522,6 @@ class PixtralConfig(VisionConfig):
 
     def check_settings(self, processor: Any) -> None:
         self._longest_edge(processor)
-
-    def check_processor(self, processor: Any, out: Any) -> int:
-        return 3 * self.patch**2
 
     def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
         pixels = np.asarray(out["pixel_values"][0], dtype=np.float32)
@@ -651,7 +648,7 @@ def _read_pixtral(hf: Any) -> VisionConfig:
     merge = 1 if hf.model_type == "llava" else hf.spatial_merge_size
     if type(merge) is not int or not 1 <= merge <= 64:
         raise ValueError(f"spatial_merge_size must be an integer from 1 to 64, got {merge!r:.40}")
-    return PixtralConfig(hf, _size(vision, "patch_size"), _size(vision, "image_size"), merge)
+    return PixtralConfig(hf, _size(vision, "patch_size"), merge, _size(vision, "image_size"))
 
 
 def _read_internvl(hf: Any) -> VisionConfig:
