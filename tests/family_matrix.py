@@ -21,25 +21,11 @@ from quire.core.scheduler import SchedulerStats
 from quire.errors import QuireError
 from quire.request.sampling_params import choice_seed
 from tests.fixtures.adapters import ATTENTION, make_adapter, merge
-from tests.fixtures.checkpoints import (
-    DENSE_FAMILIES,
-    FALLBACK_FAMILIES,
-    FAMILIES,
-    GEMMA_FAMILIES,
-    HYBRID_FAMILIES,
-    MLA_FAMILIES,
-    MLA_SIBLINGS,
-    MOE_FAMILIES,
-    OTHER_FAMILIES,
-    make_checkpoint,
-)
+from tests.fixtures.checkpoints import FALLBACK_FAMILIES, NATIVE_FAMILIES, make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.unit.test_oracle_matrix import GREEDY, MAX_TOKENS, PROMPTS, engine, ids, small_pool
 
-ROWS = (
-    *(*FAMILIES, *GEMMA_FAMILIES, *DENSE_FAMILIES, *MOE_FAMILIES, *MLA_FAMILIES, *MLA_SIBLINGS),
-    *(*HYBRID_FAMILIES, *OTHER_FAMILIES, *FALLBACK_FAMILIES),
-)
+ROWS = (*NATIVE_FAMILIES, *FALLBACK_FAMILIES)
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 TOLERANCE = 1e-4
 """Largest difference of any logit from transformers'."""

@@ -32,14 +32,10 @@ from quire.models.registry import model_class
 from quire_kernels import registry
 from quire_kernels.quantized_kv import data_of
 from tests.fixtures.checkpoints import (
-    DENSE_FAMILIES,
     FALLBACK_FAMILIES,
-    GEMMA_FAMILIES,
-    HYBRID_FAMILIES,
     MLA_FAMILIES,
     MLA_SIBLINGS,
-    MOE_FAMILIES,
-    OTHER_FAMILIES,
+    NATIVE_FAMILIES,
     Checkpoints,
     build_model,
     make_checkpoint,
@@ -48,8 +44,6 @@ from tests.fixtures.checkpoints import (
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.fixtures.foreign_checkpoints import MAKERS, make_foreign
 
-LLAMA_FAMILIES = ("llama", "llama2", "llama3")
-QWEN_FAMILIES = ("qwen2", "qwen3")
 LOGITS_TOLERANCE = 1e-4
 """Of logits up to 14; transformers itself is up to 7e-5 away from its result in float64."""
 """float32: largest difference of any logit; logits have a standard deviation of 3."""
@@ -58,18 +52,6 @@ HALF_TOLERANCE = {"bfloat16": 4e-2, "float16": 6e-3}
 the logits' deviation."""
 
 
-ALL_FAMILIES = (
-    *LLAMA_FAMILIES,
-    *QWEN_FAMILIES,
-    "mistral",
-    *GEMMA_FAMILIES,
-    *DENSE_FAMILIES,
-    *MOE_FAMILIES,
-    *MLA_FAMILIES,
-    *OTHER_FAMILIES,
-    *MLA_SIBLINGS,
-    *HYBRID_FAMILIES,
-)
 QUANTISE_NO_CACHE = (*MLA_FAMILIES, *MLA_SIBLINGS, "mimo_v2_flash")
 """Families whose layers keep latent vectors, or on transformers' code heads of different sizes."""
 
@@ -109,7 +91,7 @@ GREEDY_PROMPTS = [tokens(length, seed=length) for length in (1, 7, 8, 9, 16, 30,
 @pytest.mark.row("E8", clauses=("equal",))
 @pytest.mark.row("E9", clauses=("equal",))
 @pytest.mark.row("C23", clauses=("equal",))
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunks"])
 def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: dict[str, Path]) -> None:
     ids = tokens(75)
@@ -129,7 +111,7 @@ def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: 
 @pytest.mark.row("E9", clauses=("equal",))
 @pytest.mark.row("C23", clauses=("equal",))
 @pytest.mark.row("C16", clauses=("equal",))
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize(("chunk", "block_size"), [(None, 16), (1, 8), (7, 8)])
 def test_greedy_output_equals_transformers(
     family: str,
@@ -147,7 +129,7 @@ def test_greedy_output_equals_transformers(
 
 @pytest.mark.row("E1", clauses=("bf16",))
 @pytest.mark.row("E2", "E3", "E4")
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize("dtype", HALF_TOLERANCE)
 def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str, tmp_path: Path) -> None:
     """Within the stated tolerance of float32, and no worse than `transformers` in the same type."""
@@ -179,7 +161,7 @@ def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str
     assert ours < 1.1 * error(hf_logits(hf_model(path, dtype), ids))
 
 
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *FALLBACK_FAMILIES])
+@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *FALLBACK_FAMILIES])
 def test_a_quantised_cache_is_close_to_a_plain_one_or_refused_by_its_key(
     family: str, checkpoints: dict[str, Path]
 ) -> None:
@@ -718,7 +700,7 @@ def test_switches_of_the_configuration(family: str, options: dict[str, Any], tmp
     )
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_the_oracle_depends_on_its_whole_history(family: str, checkpoints: dict[str, Path]) -> None:
     """Else equality with it would prove nothing: see tests/fixtures/checkpoints.py."""
     hf, prompt = hf_model(checkpoints[family]), tokens(20)
