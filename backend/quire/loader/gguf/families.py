@@ -96,10 +96,9 @@ def _number(value: Any, most: int = 2**16) -> int:
     return value if type(value) is int and 0 <= value <= most else 0
 
 
-def _gemma(own: Own, values: Values, largest: int) -> Values:
+def _gemma(values: Values, largest: int) -> Values:
     """Returns the square of the divisor of attention scores. The largest model, known by its number of
     layers, has another one than the size of a head, and no key says so."""
-    del own
     heads = _number(values["num_attention_heads"])
     is_largest = values["num_hidden_layers"] == largest and heads > 0
     size = _number(values["hidden_size"]) // heads if is_largest else values["head_dim"]
@@ -107,11 +106,11 @@ def _gemma(own: Own, values: Values, largest: int) -> Values:
 
 
 def _gemma2(own: Own, values: Values) -> Values:
-    return _gemma(own, values, 46)
+    return _gemma(values, 46)
 
 
 def _gemma3(own: Own, values: Values) -> Values:
-    return {**_gemma(own, values, 62), **_with_windows(own, values)}
+    return {**_gemma(values, 62), **_with_windows(own, values)}
 
 
 def _scoring(own: Own, values: Values) -> Values:
