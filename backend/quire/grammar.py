@@ -95,7 +95,8 @@ class Vocabulary:
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     def literal(self, text: str) -> str:
-        """Returns a text in Lark's notation, with the special tokens that it contains."""
+        """Returns a text in Lark's notation. Special tokens in it become token ids, except those that end a
+        text: they are text like the rest."""
         parts = [text] if self._special_pattern is None else self._special_pattern.split(text)
         return " ".join(
             f"<[{self.special[part]}]>" if part in self.special else quoted(part) for part in parts if part
