@@ -1,7 +1,11 @@
-"""Offloaded experts: hits and speed with a part of the experts in memory, prediction beside plain LRU.
+"""Offloaded experts: hits and speed with a part of the experts in memory, read ahead in three ways.
 
     python -m benchmarks.experts                        # a quarter of the experts
-    python -m benchmarks.experts --slots 2,4 --clients 1,4
+    python -m benchmarks.experts --slots 2,4 --clients 1,4 --disk
+
+`faults` reads an expert when it is copied; `needed` first asks the system to read all experts that the layer
+needs; `predicted`, what Quire does, also asks for those that the next layer will probably need. `--disk`
+forgets each expert after it was copied, as a system with too little memory for all of them does.
 
 Routing decides, so the models are trained: two small Mixtrals on the text of docs/, byte by byte, about a
 minute each. One has the usual loss that makes routing even, the other has not. Then experts get inner
@@ -11,12 +15,15 @@ trained. The models compute text that they have not seen.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
@@ -25,8 +32,11 @@ from torch.nn.functional import pad
 from benchmarks import machine, report
 from quire import LLM, SamplingParams
 from quire.engine.executor import RunnerExecutor
+from quire.layers import expert_offload
+from quire.layers.expert_offload import OffloadedMatrices
 from quire.layers.moe import MixtureOfExperts
 from quire.outputs import ExpertCounts
+from quire_common.host_memory import read_ahead
 from tests.fixtures.checkpoints import write_tokenizer
 
 ROUTING = {"skewed": 0.0, "even": 0.02}
@@ -35,6 +45,8 @@ NUM_EXPERTS, INNER = 8, 256
 FIRST_BYTE = 5
 """Token of byte 0."""
 PROMPT_TOKENS = 64
+WAYS = ("faults", "needed", "predicted")
+MADV_PAGEOUT = 21
 
 
 @dataclass(frozen=True)
@@ -117,10 +129,9 @@ def measure(
     mixtures = [one for one in runner.model.modules() if isinstance(one, MixtureOfExperts)]
     if way == "operators":
         runner.model._native = None
-    if way == "lru":
-        for one in mixtures:
-            assert one.offloaded is not None
-            one.offloaded.following = None
+    for one in mixtures if way in ("faults", "needed") else ():
+        assert one.offloaded is not None
+        one.offloaded.following = None
     loads = torch.zeros(len(mixtures), NUM_EXPERTS)
     for layer, one in enumerate(mixtures):
         if way == "operators":  # a prediction asks routers, too
@@ -128,16 +139,27 @@ def measure(
     held = text()[-8192:].tolist()
     prompts = [held[1024 * client :][:PROMPT_TOKENS] for client in range(clients)]
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=1)
-    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-    before, begin = llm.core.stats().experts, time.perf_counter()
-    outputs = llm.generate(prompts, params)
-    seconds, after = time.perf_counter() - begin, llm.core.stats().experts
+    with patch.object(expert_offload, "read_ahead", (lambda memory: None) if way == "faults" else read_ahead):
+        llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+        before, begin = llm.core.stats().experts, time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds, after = time.perf_counter() - begin, llm.core.stats().experts
     llm.core.close()
     names = ExpertCounts.__struct_fields__
     counts = ExpertCounts(*(getattr(after, name) - getattr(before, name) for name in names))
     busiest = (loads.max(1).values / loads.sum(1)).mean().item() if loads.any() else None
     result = Result(routing, clients, slots, way, clients * num_tokens / seconds, counts, busiest)
     return result, [output.token_ids for output in outputs]
+
+
+def load_and_forget(self: OffloadedMatrices, expert: int, slot: int) -> None:
+    """Copies an expert's matrix into a slot, and has the system drop its pages."""
+    home = self.homes[expert]
+    self._slots[slot].copy_(home)
+    begin = -(-home.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (home.data_ptr() + home.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_PAGEOUT):
+        raise OSError("the system does not drop pages of files")
 
 
 def _counter(loads: torch.Tensor) -> Any:
@@ -186,16 +208,21 @@ def table(results: list[Result]) -> str:
     "--inner", default=4096, show_default=True, help="Inner features of an expert, most of them zero."
 )
 @click.option("--models", type=click.Path(path_type=Path), help="Where the trained models are kept.")
-def main(slots: str, clients: str, tokens: int, steps: int, inner: int, models: Path | None) -> None:
+@click.option("--disk", is_flag=True, help="Forget each expert after it was copied.")
+def main(
+    slots: str, clients: str, tokens: int, steps: int, inner: int, models: Path | None, disk: bool
+) -> None:
     """Measures, writes JSON under benchmarks/out, prints a table."""
     results = []
+    if disk:
+        OffloadedMatrices.load = load_and_forget  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as temporary:
         for routing, evenness in ROUTING.items():
             path = (models or Path(temporary)) / routing
             if not path.is_dir():
                 train(path, evenness, steps, inner)
             for count in map(int, clients.split(",")):
-                few = [(int(one), way) for one in slots.split(",") for way in ("lru", "prediction")]
+                few = [(int(one), way) for one in slots.split(",") for way in WAYS]
                 found = [
                     measure(path, routing, count, *setting, tokens)
                     for setting in ((None, "one call"), (None, "operators"), *few)

@@ -191,10 +191,10 @@ class ExpertCounts(msgspec.Struct):
     num_misses: int = 0
     """Number of times that it had none, so that the step waited until it was loaded."""
     num_prefetches: int = 0
-    """Number of experts that were loaded before their layer was reached, because it was expected to need
-    them."""
+    """Number of experts without a slot that the system was asked to read, because their layer would probably
+    need them, before the layer was reached."""
     num_prefetch_hits: int = 0
-    """Number of them that the layer needed; a part of `num_hits`, though the step may have waited."""
+    """Number of them that the layer needed; a part of `num_misses`."""
     num_loaded_bytes: int = 0
     """Bytes of all experts that were loaded."""
 

@@ -50,6 +50,14 @@ def prefer_huge_pages(memory: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
+def read_ahead(memory: torch.Tensor) -> None:
+    """Asks the system to read a part of a mapped file from the disk where it is not in memory, and
+    does not wait for the disk."""
+    begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = memory.data_ptr() + memory.nbytes - begin
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
+
+
 def resident_bytes() -> int:
     """Returns the resident memory of this process, in bytes."""
     pages = Path("/proc/self/statm").read_text("ascii").split()[1]

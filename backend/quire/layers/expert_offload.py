@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from quire.errors import ConfigError
 from quire.outputs import ExpertCounts
 from quire_common.cache import lasting_directory
-from quire_common.host_memory import ALIGNMENT, aligned_bytes, file_bytes
+from quire_common.host_memory import ALIGNMENT, aligned_bytes, file_bytes, read_ahead
 from quire_kernels import ops
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.reference.linear import TorchLinear
 from quire_kernels.weights import PackedLinear
-
-_LEAST_TRUST = 0.8
-"""Least share of the needed experts that was expected, for experts to be loaded ahead. A load in vain takes
-an expert's slot, and delays the next load."""
-_NEWEST_STEP = 0.05
-"""Weight of the newest step in the mean of that share."""
 
 
 class OffloadedMatrices:
@@ -88,10 +79,9 @@ class OffloadedMatrices:
         """Copies an expert's matrix from the file into a slot."""
         self._slots[slot].copy_(self.homes[expert])
 
-    def prefetch(self, expert: int, slot: int) -> None:
-        """Does what `load` does, but on the calling thread alone: threads of PyTorch would compete with those
-        that compute."""
-        np.copyto(self._slots[slot].numpy(), self.homes[expert].numpy())
+    def read_ahead(self, expert: int) -> None:
+        """Asks the system to read an expert's matrix from the disk where it is not in memory."""
+        read_ahead(self.homes[expert])
 
     @property
     def nbytes(self) -> int:
@@ -104,8 +94,8 @@ class OffloadedExperts:
     always does.
 
     An expert without a slot is loaded into that of the least recently used one. If a batch needs more experts
-    than there are slots, groups of them are loaded and computed one after the other. `expect` loads experts
-    ahead, on a thread of its own; everything else happens on the thread that computes.
+    than there are slots, groups of them are loaded and computed one after the other. Before that, the system
+    is asked to read all of them from the file at once, and those that the next layer will probably need.
     """
 
     def __init__(self, num_experts: int, num_slots: int) -> None:
@@ -119,12 +109,8 @@ class OffloadedExperts:
         self.following: tuple[Callable[[torch.Tensor], Any], OffloadedExperts] | None = None
         """Router and experts of the next layer with offloaded experts; None: there is none. That router gets
         this layer's input, which is like its own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
-        self._ahead: dict[int, Future[None]] = {}
-        """Loads of experts that were expected, until they are used or lose their slot."""
         self._expected: set[int] = set()
-        """Experts that the next step was expected to need."""
-        self._trust = 1.0
-        """Mean share of the needed experts that were expected, in the latest steps."""
+        """Experts without a slot that the next step will probably need."""
 
     def finish(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **packing: Any) -> None:
         """Joins the experts, once all of them are kept, with the matrices of the shared expert, if there is
@@ -143,14 +129,13 @@ class OffloadedExperts:
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See PackedExperts."""
         needed = [expert for expert in experts.unique().tolist() if expert < self.num_experts]
-        if self._expected:
-            right = len(self._expected.intersection(needed)) / len(needed)
-            self._trust += _NEWEST_STEP * (right - self._trust)
-            self._expected = set()
-        count = self._provide(needed)
+        self.counts.num_prefetch_hits += len(self._expected.intersection(needed))
+        self._read_ahead(set(needed).difference(self._slot_of, self._expected))
+        self._expected = set()
         if self.following is not None:
             router, others = self.following
             others.expect(router(x).experts)
+        count = self._provide(needed)
         if count == len(needed):
             return self._joined(x, experts, shares)
         # Groups follow each other in the order of numbers, in which a token's results are added.
@@ -170,7 +155,6 @@ class OffloadedExperts:
             slot = self._slot_of.pop(expert, None)
             if slot is not None:
                 self.counts.num_hits += 1
-                self.counts.num_prefetch_hits += self._wait(expert)
             else:
                 slot = self._free_slot(all_needed, must=place == 0)
                 if slot is None:
@@ -183,29 +167,16 @@ class OffloadedExperts:
         return len(needed)
 
     def expect(self, experts: torch.Tensor) -> None:
-        """Begins to load experts, of any shape, that will probably be needed next. They take the slots of
-        others only."""
+        """Asks the system to read the experts, of any shape, that the next step will probably need."""
         expected = {expert for expert in experts.unique().tolist() if expert < self.num_experts}
-        self._expected = expected
-        for expert in sorted(expected.difference(self._slot_of)):
-            slot = self._free_slot(expected) if self._trust >= _LEAST_TRUST else None
-            if slot is None:
-                return
-            self._give(expert, slot)
-            self._slot_of[expert] = slot
-            self._ahead[expert] = _loader().submit(self._prefetch, expert, slot)
-            self.counts.num_prefetches += 1
+        self._expected = expected.difference(self._slot_of)
+        self._read_ahead(self._expected)
+        self.counts.num_prefetches += len(self._expected)
 
-    def _prefetch(self, expert: int, slot: int) -> None:
-        self.gate_up.prefetch(expert, slot)
-        self.down.prefetch(expert, slot)
-
-    def _wait(self, expert: int) -> bool:
-        """Waits until an expert that was expected is loaded. False: it was used before, or not expected."""
-        loading = self._ahead.pop(expert, None)
-        if loading is not None:
-            loading.result()
-        return loading is not None
+    def _read_ahead(self, experts: Collection[int]) -> None:
+        for expert in sorted(experts):
+            self.gate_up.read_ahead(expert)
+            self.down.read_ahead(expert)
 
     def _free_slot(self, needed: Collection[int], *, must: bool = False) -> int | None:
         """Returns an unused slot, or takes that of the least recently used expert that is not needed. If all
@@ -216,19 +187,12 @@ class OffloadedExperts:
         victim = next((expert for expert in self._slot_of if expert not in needed), last)
         if victim is None:
             return None
-        self._wait(victim)
         return self._slot_of.pop(victim)
 
     def _give(self, expert: int, slot: int) -> None:
         """Has an expert computed with the weights that will be in a slot."""
         self._joined.replace(expert, self.gate_up.layers[slot], self.down.layers[slot])
         self.counts.num_loaded_bytes += self.nbytes // self.num_slots
-
-
-@cache
-def _loader() -> ThreadPoolExecutor:
-    """Makes the thread that loads expected experts."""
-    return ThreadPoolExecutor(1, "quire-experts")
 
 
 def _tensors(packed: PackedLinear) -> dict[str, torch.Tensor]:
