@@ -96,7 +96,15 @@ class DecoderLayer(nn.Module):
         normed, residual = _add(attention_input, x, residual)
         attended = self._output(attention_output, self.self_attn(normed, context))
         normed, residual = _add(mlp_input, attended, residual)
-        return self._output(mlp_output, self.mlp(normed, context.adapters)), residual
+        return self._output(mlp_output, self.feed_forward(normed, residual, context)), residual
+
+    def feed_forward(
+        self, normed: torch.Tensor, residual: torch.Tensor, context: LayerContext
+    ) -> torch.Tensor:
+        """Computes the feed-forward part from the residual stream after attention, with its norm and without.
+        All are [num_tokens, hidden_size]."""
+        out: torch.Tensor = self.mlp(normed, context.adapters)
+        return out
 
     def _output(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
         """Returns the term for the residual stream: `x` after the output norm, if any, times

@@ -4,34 +4,42 @@ with earlier ones, and each layer has an input of its own."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from quire.layers.config import (
+    MAX_EXPERTS,
     SANDWICH_NORMS,
     AttentionKind,
     DecoderConfig,
+    ExpertsConfig,
     ropes_by_layer_type,
     windows_by_layer_type,
 )
-from quire.layers.context import LayerContext
+from quire.layers.context import AdapterStep, LayerContext
 from quire.layers.embedding import Embedding
 from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts, Router, Routes
 from quire.layers.norm import RMSNorm, UnitNorm
 from quire.layers.rotary import RopeConfig
 from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.models.interface import ForwardInputs
 from quire.models.kv_spec import AttentionKV, KVSpec
+from quire.models.stacked_experts import split_experts
 from quire.models.vision_language import VisionLanguageModel
+from quire_common.weight_files import NamedTensor
 from quire_kernels import ops
+from quire_kernels.routing import Routing
 
 _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
 """RoPE parameters of full-attention layers, for files whose `rope_parameters` state none."""
 _OF_SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_PARTS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 
 
@@ -56,6 +64,18 @@ class Gemma4Config(DecoderConfig):
     """Token whose per-layer inputs an image's tokens have."""
     has_joint_images: bool
     """Whether the tokens of an image see each other in both directions, in layers with a window."""
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """See DecoderConfig. A layer with experts has a dense part, too."""
+        return {"intermediate_size": self.intermediate_size} | super().inner_sizes
+
+    def layer_weights(self, num_experts: int) -> int:
+        """See DecoderConfig."""
+        count = super().layer_weights(num_experts)
+        if self.experts is not None:
+            count += self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        return count
 
     @property
     def input_sizes(self) -> dict[str, int]:
@@ -131,14 +151,51 @@ class Gemma4Attention(nn.Module):
         return out
 
 
+class Gemma4Router(Router):
+    """Router that norms and scales its input. Each expert's share has a learned factor."""
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        super().__init__(config, experts, "proj")
+        self.norm, self.factor = UnitNorm(config, config.hidden_size), config.hidden_size**-0.5
+        self.scale, self.per_expert_scale = (
+            nn.Parameter(torch.empty(size, dtype=config.dtype), requires_grad=False)
+            for size in (config.hidden_size, experts.num_experts)
+        )
+
+    def forward(self, x: torch.Tensor) -> Routes:  # type: ignore[override]
+        """See Router."""
+        experts, shares = super().forward(self.norm(x) * self.scale * self.factor)
+        return Routes(experts, shares * self.per_expert_scale[experts])
+
+
+class Gemma4Experts(MixtureOfExperts):
+    """Experts beside a dense feed-forward part. They and their router read the residual stream, each after a
+    norm of its own."""
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        super().__init__(config, experts)
+        self.gate = Gemma4Router(config, experts)
+        self.norm = RMSNorm(config, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        """See MixtureOfExperts."""
+        return self.gate.ranks.sum(self.packed(self.norm(x), *self.gate(x)))
+
+
 class Gemma4Layer(DecoderLayer):
-    """Gemma 3's layer. If the model has per-layer inputs, this layer's one (`context.per_layer`) is gated by
+    """Gemma 3's layer. If the model has experts, their normed result is added to that of the dense
+    feed-forward part. If it has per-layer inputs, this layer's one (`context.per_layer`) is gated by
     the hidden state, projected, normed and added. The result is multiplied by a learned scalar."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.activation, size = config.activation, config.per_layer_size
         self.layer_scalar = nn.Parameter(torch.empty(1, dtype=config.dtype), requires_grad=False)
+        self.moe: Gemma4Experts | None = None
+        if config.experts is not None:
+            self.moe = Gemma4Experts(config, config.experts)
+            self.post_feedforward_layernorm_1 = RMSNorm(config, config.hidden_size)
+            self.post_feedforward_layernorm_2 = RMSNorm(config, config.hidden_size)
         self.gate: Linear | None = None
         if size:
             hidden = config.hidden_size
@@ -158,6 +215,16 @@ class Gemma4Layer(DecoderLayer):
         assert isinstance(config, Gemma4Config)
         is_wide = config.widens_shared and config.kv_layers[layer] != layer
         return GatedMLP(config, config.intermediate_size * (2 if is_wide else 1))
+
+    def feed_forward(
+        self, normed: torch.Tensor, residual: torch.Tensor, context: LayerContext
+    ) -> torch.Tensor:
+        """See DecoderLayer."""
+        out = super().feed_forward(normed, residual, context)
+        if self.moe is None:
+            return out
+        routed = self.post_feedforward_layernorm_2(self.moe(residual))
+        return self.post_feedforward_layernorm_1(out) + routed
 
     @property
     def kv_shape(self) -> tuple[int, int]:
@@ -181,7 +248,7 @@ class Gemma4Layer(DecoderLayer):
 
 class Gemma4ForCausalLM(DecoderModel):
     """Five layers with a window, then one without, unless `layer_types` says otherwise. The last layer
-    always has full attention. Models with experts (26B-A4B) are refused."""
+    always has full attention. Every layer or none has experts."""
 
     layer_class = Gemma4Layer
     has_tower = False
@@ -191,8 +258,6 @@ class Gemma4ForCausalLM(DecoderModel):
         """See DecoderModel."""
         if hf.get("use_bidirectional_attention") == "all":
             raise hf.error("use_bidirectional_attention 'all' is not supported: the model generates no text")
-        if hf.flag("enable_moe_block", False):
-            raise hf.error("enable_moe_block true is not supported: of Gemma 4 only dense models are")
         defaults = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True}
         hf = hf.with_defaults(**defaults, hidden_activation="gelu_pytorch_tanh")
         full, sliding = ropes_by_layer_type(hf, 1_000_000.0, 10_000.0)
@@ -217,6 +282,7 @@ class Gemma4ForCausalLM(DecoderModel):
                 "other_rope": base.rope,
                 "other_rope_layers": tuple(i for i, window in enumerate(windows) if window is not None),
                 "sliding_windows": windows,
+                "experts": _experts(hf, count) if hf.flag("enable_moe_block", False) else None,
                 "norms": SANDWICH_NORMS,
                 "wide_norms": True,
                 "attention_scale": 1.0,
@@ -280,12 +346,46 @@ class Gemma4ForCausalLM(DecoderModel):
         specs = [AttentionKV(*shape, config.dtype, kv_cache_dtype) for shape in shapes]
         return max(specs, key=lambda spec: spec.layer_bytes(1))
 
+    def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
+        """See Model. Splits stacked experts."""
+        prefix, separator, matrix = stored.name.rpartition(".experts.")
+        parts = _STACKED.get(matrix)
+        if not separator or parts is None or self.config.experts is None:
+            yield stored
+        else:
+            yield from split_experts(stored, f"{prefix}.experts", parts, self.config.experts.num_experts)
+
+    def canonical_name(self, name: str) -> str:
+        """See Model."""
+        return re.sub(
+            r"\.router\.(scale|per_expert_scale)$", r".router.gate.\1", super().canonical_name(name)
+        )
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in super()._named_modules():
+            path = path.replace(".moe.gate", ".router.gate").replace(
+                ".moe.norm", ".pre_feedforward_layernorm_2"
+            )
+            yield path.replace(".moe.", "."), module
+
     def ignores(self, name: str) -> bool:
         """See DecoderModel. Keys and values of layers that share KV are ignored too."""
         found = _OF_SHARED.match(name)
         if found is not None and int(found[1]) < self.config.num_layers:
             return self.config.kv_layers[int(found[1])] != int(found[1])
         return super().ignores(name)
+
+
+def _experts(hf: HFConfig, num_layers: int) -> ExpertsConfig:
+    """Reads the experts; raises CheckpointError."""
+    count = hf.require_int("num_experts", most=MAX_EXPERTS)
+    chosen = hf.require_int("top_k_experts", most=count)
+    return ExpertsConfig(
+        layers=tuple(range(num_layers)),
+        num_experts=count,
+        intermediate_size=hf.require_int("moe_intermediate_size"),
+        routing=Routing(num_chosen=chosen, renormalizes=True),
+    )
 
 
 def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConfig) -> tuple[int, int]:

@@ -56,4 +56,4 @@ def split_stacked(
         yield stored
         return
     assert config.experts is not None
-    yield from split_experts(stored, prefix, names, config.experts.num_experts)
+    yield from split_experts(stored, f"{prefix}.mlp.experts", names, config.experts.num_experts)

@@ -60,7 +60,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
             yield stored
             return
         assert self.config.experts is not None
-        yield from split_experts(stored, prefix, parts, self.config.experts.num_experts)
+        yield from split_experts(stored, f"{prefix}.mlp.experts", parts, self.config.experts.num_experts)
 
 
 class Qwen3_5ForConditionalGeneration(VisionLanguageModel, Qwen3_5ForCausalLM):

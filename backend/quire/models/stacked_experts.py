@@ -9,12 +9,12 @@ from quire_common.weight_files import NamedTensor
 
 
 def split_experts(
-    stored: NamedTensor, layer: str, parts: Sequence[str], num_experts: int
+    stored: NamedTensor, prefix: str, parts: Sequence[str], num_experts: int
 ) -> Iterator[NamedTensor]:
     """Splits [num_experts, out_features, in_features] into each expert's tensors.
 
     Args:
-        layer: name of the decoder layer.
+        prefix: name of the experts; their numbers follow in the names of the results.
         parts: names of the matrices that the tensor holds of each expert, in order. Each has an equal share
             of an expert's rows.
 
@@ -30,6 +30,6 @@ def split_experts(
         )
     for expert, content in enumerate(tensor):
         for part, rows in zip(parts, content.chunk(len(parts)), strict=True):
-            name = f"{layer}.mlp.experts.{expert}.{part}.weight"
+            name = f"{prefix}.{expert}.{part}.weight"
             yield stored._replace(name=name, tensor=rows, offset=offset)
             offset = None if offset is None else offset + rows.nbytes

@@ -24,8 +24,9 @@ class VisionLanguageModel(DecoderModel):
         """See Model."""
         for prefix, own in _TEXT_PREFIXES:
             if name.startswith(prefix):
-                return own + name.removeprefix(prefix)
-        return name
+                name = own + name.removeprefix(prefix)
+                break
+        return super().canonical_name(name)
 
     def ignores(self, name: str) -> bool:
         """See DecoderModel. Tensors of the vision part are ignored too."""
