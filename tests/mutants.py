@@ -646,6 +646,13 @@ _WORKER = (
         ),
     ),
     Mutant(
+        "Gemma 4's experts have no factors of their own",
+        "backend/quire/models/gemma4.py",
+        "shares * self.per_expert_scale[experts]",
+        "shares",
+        ("tests/unit/test_models.py::test_logits_equal_transformers[whole-gemma4_moe]",),
+    ),
+    Mutant(
         "an image's tokens see each other in the layers that are causal",
         "backend/quire/models/gemma4.py",
         "meta = meta.causal()",

@@ -825,9 +825,10 @@ _GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": None}
             {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
             "rope_parameters must hold an object for each type of layer",
         ),
+        ({**_GEMMA4, "enable_moe_block": True}, "num_experts must be"),
         (
-            {"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True},
-            "enable_moe_block true is not supported: of Gemma 4 only dense models are",
+            {**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
+            "top_k_experts must be",
         ),
         ({**_GEMMA4, "num_kv_shared_layers": 9}, "num_kv_shared_layers must be"),
         ({**_GEMMA4, "per_layer_config": [1]}, "per_layer_config must be"),

@@ -47,7 +47,7 @@ UNDIVIDED = {
     "phi3": "projections that a checkpoint holds as one",
     **dict.fromkeys(("glm", "glm4"), "projections that a checkpoint holds as one"),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe", "minimax_m2"), "norms of all heads together"),
-    **dict.fromkeys(("gemma4", "gemma4_large"), "layers of different shapes"),
+    **dict.fromkeys(("gemma4", "gemma4_large", "gemma4_moe"), "layers of different shapes"),
 }
 """Families whose models ranks cannot divide, and for what they have."""
 IDS = torch.randint(5, 509, (40,), generator=torch.Generator().manual_seed(0)).tolist()
