@@ -30,7 +30,7 @@ class Adapter:
     num_hits: int = 0
     """Number of requests, since the adapter was loaded, that found it in a slot when they began."""
     num_loads: int = 0
-    """Number of times that it was loaded into a slot."""
+    """Number of times that the adapter was loaded into a slot."""
 
 
 class AdapterTarget(NamedTuple):
@@ -77,7 +77,7 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     num_hits: int
     """Number of requests that found the adapter in a slot when they began."""
     num_loads: int
-    """Number of times that it was loaded into a slot."""
+    """Number of times that the adapter was loaded into a slot."""
 
 
 class SavedAdapter(msgspec.Struct, frozen=True):

@@ -195,8 +195,8 @@ class CacheConfig:
     cpu. The pool is never larger than `max_num_seqs` sequences of `max_model_len` need. Unset: 2 GiB, or one
     such sequence where that is more, but at most a quarter of the free memory."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """Type of keys and values. auto: the computation's type, the only one for latent attention; int8, fp8
-    (e4m3): with one scale per token and head."""
+    """Type of keys and values. auto: the computation's type; int8, fp8 (e4m3): with one scale per token and
+    head. Models with latent attention, encoders and some models in transformers' code allow auto only."""
     cache_ttl_s: _Seconds = 0.0
     """Seconds after which unused cached blocks are forgotten; 0: never."""
     max_pinned_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
@@ -294,7 +294,8 @@ class SchedulerConfig:
     """Seconds that the engine may be silent while it has work. Then it is killed and replaced by another one.
     Each 1024 tokens of a step prolong the time by as much. 0: no limit."""
     trace_file: str = ""
-    """File to which the engine writes one JSON line per step; empty: none."""
+    """File to which the engine appends its trace: JSON lines, one per step, besides a header and events;
+    empty: none."""
 
     def launches_ahead(self, device: str) -> bool:
         """Whether the next step is launched before this one's tokens are known: `async_scheduling`, or if
@@ -356,8 +357,8 @@ class FrontendConfig:
     `max_model_len`. The texts of all requests that wait to be tokenized may have four times as many bytes;
     further requests are answered UNAVAILABLE."""
     max_embeds_bytes: _Bytes = 2 * 1024**3
-    """Most memory for the embeddings (of images or prompts) of all requests of one frontend, on host and
-    device together; further requests are answered UNAVAILABLE."""
+    """Most bytes of the embeddings (of images or prompts) of all requests of one frontend, on host and device
+    together. A request whose embeddings would exceed it is answered UNAVAILABLE."""
     tenant_from_header_only: bool = False
     """Whether a request that names its `tenant` by other means than the forwarded header is refused: for
     gateways that authenticate clients and set the header of every request."""

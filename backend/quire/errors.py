@@ -44,7 +44,7 @@ class InvalidArgumentError(QuireError):
 
 
 class NotFoundError(QuireError):
-    """Nothing has the name that the request states."""
+    """Nothing has the name or the id that a request or a command states."""
 
     code = "NOT_FOUND"
 

@@ -230,8 +230,8 @@ class RunnerInfo:
     block_size: int = 0
     """Tokens per block; 0: as configured."""
     kv_identity: dict[str, Any] = field(default_factory=dict)
-    """Everything that decides the bits of keys and values, as JSON; empty unless other processes may find
-    them."""
+    """Identity of computed keys and values, as JSON: weights, shape, code and device, which decide the
+    bits. Empty unless blocks or results are kept where other processes may find them."""
     hidden_size: int = 0
     deepstack_levels: int = 0
     """Number of layers, from the first on, after which image features are added to the hidden states

@@ -19,9 +19,10 @@ class Grid:
     """Grid of the values that a matrix's weights may have: (code - zero) * scale."""
 
     scales: torch.Tensor
-    """float32 [out_features, groups]. The stored type holds these values exactly."""
+    """float32 [out_features, groups]; columns in place of groups after `per_column`. The values are exact in
+    the type in which the checkpoint stores scales."""
     zeros: torch.Tensor | None
-    """float32 whole numbers [out_features, groups]; None: all are 0."""
+    """float32 whole numbers in the shape of `scales`; None: all are 0."""
     bits: int
 
     def codes(self, weight: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:

@@ -109,9 +109,8 @@ class AsyncioCall(_Call):
         self._response: Any = None
         """The response that was read from gRPC but not yet returned by `receive`; None if there is none."""
         self._waiting: asyncio.Future[None] = self._loop.create_future()
-        """Wakes the reader, which waits until `_response` is free, or the receiver, which waits for a
-        response.
-        Never do both wait."""
+        """Future that wakes the reader, which waits until `_response` is free, or the receiver, which waits
+        for a response. They never wait at the same time."""
         self._reader = self._loop.create_task(self._read())
 
     async def _read(self) -> grpc.RpcError | None:
@@ -186,8 +185,8 @@ class BlockingCall(_Call):
     def __init__(self, call: Any, *, reads_ahead: bool) -> None:
         super().__init__(call)
         self._end: list[Exception | None] = []
-        """Empty until the helper thread has put all responses into the queue; then the call's error, or
-        None."""
+        """Empty until the helper thread has put all responses into the queue; then its one entry is the
+        call's error, or None. Without a helper thread it stays empty."""
         responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._responses = responses if reads_ahead else None
         if reads_ahead:

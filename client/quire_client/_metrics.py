@@ -14,7 +14,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)", re.MULTI
 _LABEL = re.compile(r'(?:^|,)([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 MAX_BYTES = 64 * 2**20
-"""Bytes of a scrape that are read; the rest is ignored."""
+"""Most bytes of a scrape that are read; the rest is ignored."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ class Cancelled(QuireClientError):
 
 
 class DeadlineExceeded(QuireClientError):
-    """The request did not end within its timeout or deadline. If it was sent, it is cancelled on the
-    server."""
+    """The request did not end within its timeout or deadline. The server is told to
+    cancel a generation, embedding or scoring that it has not ended itself."""
 
     code = "DEADLINE_EXCEEDED"
 

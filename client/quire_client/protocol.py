@@ -563,8 +563,8 @@ def _tool_calls(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def _is_call(call: Any) -> bool:
-    """Whether the value has the form of a tool call's delta: every field that is present has the right
-    type."""
+    """Whether the value can be read as a tool call's delta: an object whose `index` is an integer and whose
+    `id`, `name` and `arguments` are texts, as far as they are there."""
     if not isinstance(call, dict) or not isinstance(call.get("index", 0), int):
         return False
     function = call.get("function") or {}

@@ -1,4 +1,4 @@
-"""Reads the head of a GGUF file: its metadata, and where its tensors lie.
+"""Reads GGUF files: their heads, which state metadata and where tensors lie, and the bytes of tensors.
 
 The format is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. (The reader of the `gguf` package
 makes several arrays of each string, and takes ten seconds for a vocabulary of 49 k.) A large file may be

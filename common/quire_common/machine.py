@@ -100,9 +100,9 @@ def _numbers(path: Path) -> tuple[float, ...]:
 
 
 def _clean_files(group: Path) -> int:
-    """Returns the bytes of a group's cached files that need not be written to disk first, however recently
-    they were used. Files in memory (tmpfs), locked files and the kernel's own memory do not count, because
-    they are not sure to be given back."""
+    """Returns the bytes that a control group's cached files occupy and that can be freed without writing to
+    disk; 0 if they are not known. Files in memory (tmpfs), locked files and the kernel's own memory do not
+    count, because they are not sure to be given back."""
     try:
         lines = (group / "memory.stat").read_text("utf-8").splitlines()
     except OSError:

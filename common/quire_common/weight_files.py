@@ -73,7 +73,7 @@ _PICKLED = frozenset(
         ),
     )
 )
-"""Names that the pickle of a state dictionary may import. Others that `weights_only` allows, such as
+"""Names that the pickle of a state dictionary may import. Some others that `weights_only` allows, such as
 bytearray, allocate as much memory as a number in the file says."""
 
 

@@ -49,8 +49,8 @@ ENGINE_DEFAULTS: Mapping[str, tuple[Any, str]] = {
     "max_num_batched_tokens": (512, "Token budget of one step, prefill and decode together."),
     "max_waiting_requests": (1024, "Requests that may wait; one more is answered UNAVAILABLE."),
 }
-"""Keys spelled out in every quire.json, with the engine's own default and a comment; a test holds them equal
-to quire.config. Any further key of quire.config may be given as an engine option."""
+"""Keys spelled out in every quire.json, each with the engine's own default and a comment; a test compares the
+defaults with quire.config. Other keys of quire.config, except `model`, may be given as engine options."""
 
 _PYTHON_MODEL = '''\
 """{about}; the code is in quire_ensemble.{module}."""
@@ -124,14 +124,14 @@ def build_repository(
             path in the configuration.
         engine_options: keys of quire.json, except `model`; the engine checks them when it loads.
         generator_name: name of the generator, for a repository that already holds another one.
-        force: overwrite files of models that exist.
+        force: overwrite files of models that exist, and links in the checkpoint's place.
 
     Returns:
-        Files written, in the order of writing; the checkpoint's link or copy last.
+        Files written, in the order of writing; the checkpoint's links or copies last.
 
     Raises:
-        BuildError: the checkpoint is incomplete, models exist already, or an argument is wrong. Nothing is
-            written then.
+        BuildError: the checkpoint is incomplete or broken, files are in the way, `name_prefix` has a
+            character that is not allowed, or `engine_options` has `model`. Nothing is written then.
     """
     checkpoint, out = checkpoint.absolute(), out.absolute()
     options = dict(engine_options or {})

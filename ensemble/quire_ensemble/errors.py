@@ -1,4 +1,4 @@
-"""Errors of the models before a generator and of the repository builder."""
+"""Errors of the tokenizer and vision models of an ensemble, and of the repository builder."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ def _check_pixels(width: int, height: int, field: str, limits: ImageLimits) -> N
 
 
 def _encoded_bytes(raw: bytes | str, field: str, limits: ImageLimits) -> bytes:
-    """Returns the bytes of the image file, decoded if they come as base64 text."""
+    """Returns the bytes of an image file that comes as such, as base64 text or as a `data:` URL with base64.
+    Raises InputError for other input, and for more bytes than `limits` allow."""
     data = raw.encode("utf-8", "replace") if isinstance(raw, str) else raw
     if not data:
         raise InputError(field, "must not be empty")

@@ -33,7 +33,7 @@ MAX_S = 5.0
 MAX_MADE = 2**24
 """Most characters or entries of an operator's result, or bits of a number."""
 MAX_MEMORY = 2**31
-"""Most bytes by which a process may grow in `limited_memory`."""
+"""Most bytes by which a process's address space may grow in `limited_memory`."""
 
 
 class _Bounds(NamedTuple):
@@ -66,8 +66,8 @@ def bounded(field: str, max_characters: int) -> Iterator[None]:
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Context manager in which this process gets MemoryError if its memory grows by more than MAX_MEMORY. The
-    limit applies to all threads, so it is for the time before there are requests."""
+    """Context manager in which this process gets MemoryError if its address space grows by more than
+    MAX_MEMORY. The limit applies to all threads, so it is for the time before there are requests."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY

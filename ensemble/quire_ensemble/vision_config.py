@@ -204,10 +204,10 @@ class LlavaConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class AnyresConfig(LlavaConfig):
-    """LLaVA-NeXT and OneVision: scales an image twice, to one tile and to the best of the listed sizes.
+    """LLaVA-NeXT and OneVision: an image becomes one tile, and is also scaled to the best of `pinpoints` and
+    cut into further tiles. For OneVision, each of several images of a prompt becomes one tile only.
 
-    The second is cut into tiles. A row is a tile. A grid is (tiles, height, width), with the size of the
-    original image in pixels.
+    A row is a tile. A grid is (tiles, height, width), with the size of the original image in pixels.
     """
 
     pinpoints: tuple[tuple[int, int], ...]

@@ -161,7 +161,8 @@ def select(
         operator: registered name.
         device_type: "cpu" or "cuda".
         dtype: type of the operands.
-        wanted: name of the implementation to use; None: the environment's choice, or else the best one.
+        wanted: name of the implementation to use; None: the environment's choice, or else the best one. If
+            it leaves the call to others (see `Implementation.leaves`), the best of these is used.
         facts: hashable facts of the call on which implementations may depend.
 
     Raises:

@@ -24,8 +24,8 @@ ExtraKeys = tuple[str, ...]
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Consecutive blocks of a sequence that can be found from now on. The first one follows the block with
-    `parent_block_hash`; None: it begins the sequence."""
+    """Event: these consecutive blocks of a sequence can be found in the block pool from now on. The first one
+    follows the block with `parent_block_hash`; None: it begins the sequence."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -40,14 +40,14 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
-    """Blocks that can no longer be found."""
+    """Event: these blocks can no longer be found in the block pool."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM_POOL
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
-    """No block can be found any more."""
+    """Event: no block can be found in the block pool any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

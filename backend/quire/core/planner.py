@@ -65,10 +65,11 @@ class Planner:
         """Id of the only request that may run; None: all may run."""
 
     def plan(self, number: int, *, is_ahead: bool) -> Step:
-        """Plans a step.
+        """Plans a step: chooses its rows and allocates their blocks.
 
         Args:
-            is_ahead: whether another step is in flight, which may free resources that this one lacks.
+            number: the step's number.
+            is_ahead: whether an earlier step is still in flight, whose end may free what this one lacks.
         """
         step, roster = Step(number, self._config.max_num_batched_tokens), self._roster
         self._kv.expire(roster.clock())
@@ -367,8 +368,8 @@ class Planner:
         request.plain_decode_until = self._plain_decode_until(request)
 
     def _try_drafts(self, step: Step, request: Request, row: ScheduledRequest, num_slots: int) -> None:
-        """Adds drafts to a one-token row. They get no new blocks: `num_slots` tokens of the request have
-        slots."""
+        """Adds drafts to a one-token row if they are worth it. They get no new blocks: with them the request
+        has at most `num_slots` tokens, for which it has blocks."""
         drafter = request.drafter
         assert drafter is not None, request
         chance, most = drafter.next()

@@ -263,7 +263,8 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step: running requests in the order of ranks, then the queue in its policy's order.
+        """Plans the next step. Running requests come first, in the order of ranks, then waiting ones in their
+        queue policy's order; `batch_policy` may leave some of them to a later step.
 
         If no other step is in flight, the plan has rows whenever there is an unfinished request, unless
         blocks are being loaded from a KV tier or weights of an adapter are being read.

@@ -407,8 +407,14 @@ class EngineLoop:
         self._owners[message.request_id] = _Owner(identity, num_open)
 
     def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
-        """Maps the frontend's shared memory, or copies its array on the device. The frontend may free its
-        memory once it has had an output of the request."""
+        """Opens a request's embeddings: maps the frontend's shared memory, or copies its array on the device.
+        The request no longer needs the frontend's buffer after that.
+
+        Raises:
+            InvalidArgumentError: they do not fit the prompt, the model or their spans.
+            UnavailableError: the frontend's buffer is gone.
+            EngineError: CUDA failed.
+        """
         num_tokens = len(message.prompt_token_ids)
         rows, width = given.embeds.shape
         check_spans(given.spans, num_rows=rows, num_prompt_tokens=num_tokens)

@@ -120,12 +120,12 @@ class EngineSupervisor:
         self._closing = threading.Event()
 
     def begin(self) -> None:
-        """Starts the engine if there is none, without waiting until it is ready. Returns at once if another
-        frontend holds the directory's lock, because that one starts the engine.
+        """Starts the engine if there is none, without waiting until it is ready. Does nothing if the
+        directory's lock is held, as by another frontend that starts the engine.
 
         Raises:
             QuireError: the directory cannot be used, the checkpoint was replaced since this frontend was
-                loaded, the engine was told to stop, or `close` was called.
+                loaded, the engine that this frontend used was told to stop, or `close` was called.
         """
         with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
             self._running(directory)

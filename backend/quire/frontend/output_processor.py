@@ -61,8 +61,8 @@ class OutputProcessor:
     engine's death both count the next engine's alone."""
     num_accepted_drafts: int = 0
     seed: int | None = None
-    """Seed of the request's draws. Only choice 0 gets it, with its first output. None: nothing is drawn, or
-    the seed is not known."""
+    """Seed of the request's draws. Choice 0 alone gets it, with its first output. None: another choice, no
+    output yet, a greedy request that states no seed, or a result from the result cache."""
     num_continuations: int = 0
     """Number of engines that died before the choice ended."""
     paused_s: float = 0.0

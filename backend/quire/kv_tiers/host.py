@@ -60,7 +60,7 @@ class HostTier(KVConnector):
         return key in self._cached or key in self._pinned
 
     def can_pin(self, count: int) -> bool:
-        """Returns whether `count` more blocks could be pinned now; another caller may pin first."""
+        """Returns whether this tier could pin `count` more blocks now; another caller may pin first."""
         return count <= self.num_slots - len(self._pinned)
 
     def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:

@@ -187,7 +187,7 @@ class KVTiers:
             return load_id in self._loading
 
     def can_pin(self, count: int) -> bool:
-        """Returns whether `count` more blocks could be pinned now."""
+        """Returns whether the host tier could pin `count` more blocks now; False without a host tier."""
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:

@@ -346,7 +346,8 @@ class DecoderConfig:
     fused_gate_up: bool = False
     """Whether checkpoints store gate and up of feed-forward layers as one tensor, `gate_up_proj`."""
     mlp_bias: bool = False
-    """Whether feed-forward layers, experts and routers have biases."""
+    """Whether feed-forward layers, experts and routers have biases. BERT does not read it: its layers have
+    them."""
     deepstack_levels: int = 0
     """Number of layers, from the first on, after which deepstack adds image features to the hidden states."""
     experts: ExpertsConfig | None = None

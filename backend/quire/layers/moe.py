@@ -102,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         return GatedMLP(config, experts.intermediate_size, names)
 
     def finish(self, device_type: str) -> None:
-        """Joins the experts into one operator, once their layers are packed."""
+        """Makes `packed` from the experts, once their layers are packed."""
         resident = [] if self.offloaded is not None else [*self.experts]
         gate_up, down = [], []
         for expert in (*resident, *filter(None, [self.shared_experts])):

@@ -43,7 +43,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(VisionLanguageModel, Gemma3ForCausalLM):
-    """The text part of a Gemma 3 model with a tower. The tokens of an image see each other in both
-    directions. A window hides what lies before it, and nothing after a token."""
+    """The text part of a Gemma 3 model with a vision tower. The tokens of an image see each other in both
+    directions; a layer's window limits only how far back they see."""
 
     has_joint_images = True

@@ -207,7 +207,8 @@ class Model(Protocol):
         return iter(())
 
     def finish(self) -> int:
-        """Completes the model after all `packed_modules` are packed. Returns the bytes of all weights."""
+        """Completes the model after all `packed_modules` are packed. Returns the bytes of its weights in
+        memory; experts with a budget of slots count by these."""
         ...
 
     def packed_bytes(self, device_type: str) -> int:

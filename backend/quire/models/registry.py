@@ -93,7 +93,8 @@ HEADS = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
 }
-"""Module of `quire.models` for each architecture of draft heads, which `draft_model` alone may name."""
+"""Module of `quire.models` for each architecture of draft heads. Such a checkpoint is allowed only as
+`draft_model`."""
 
 
 def with_head(hf: HFConfig) -> HFConfig:

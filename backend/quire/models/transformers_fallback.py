@@ -60,7 +60,8 @@ from quire_kernels import ops
 logger = logging.getLogger("quire")
 
 _STEP, _PROBE = "quire", "quire_probe"
-"""Names of our attention functions in transformers' registries: one for steps, one for the probing pass."""
+"""Names under which our functions are in transformers' registries: of attention in steps; of attention, masks
+and experts in the probing pass."""
 _NUM_TOKENS = 8
 """Tokens in the probing pass."""
 _CANNOT = "cannot run on transformers' code"
@@ -77,7 +78,8 @@ _MOST_LAYERS = 256
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Names of the number of layers in transformers' configurations."""
 _MOST = 2**24
-"""Largest size, and largest number of anything but layers, in config.json."""
+"""Largest value of a key in config.json that names a size or a number (`*_size`, `num_*`, `n_*`), except the
+number of layers."""
 _LABELS = ("_labels", "2label", "2id")
 """Ends of the keys about a classifier's labels. They are left out, because transformers would make tables of
 any size from them."""

@@ -164,7 +164,7 @@ class Advice:
     in milliseconds."""
 
     concurrency: int
-    """Most clients at a time for which the target is met; 0: not even one."""
+    """Most clients at a time, up to `max_num_seqs`, for which the target is met; 0: not even one."""
     ttft_ms: float
     itl_ms: float
     tokens_per_s: float

@@ -88,8 +88,8 @@ def content_hashes(embeds: npt.NDArray[np.float32], spans: Sequence[tuple[int, i
 
 
 def check_spans(spans: Sequence[tuple[int, int]], *, num_rows: int, num_prompt_tokens: int) -> None:
-    """Raises InvalidArgumentError unless the spans ascend without overlap, lie in the prompt, and together
-    have as many tokens as there are rows."""
+    """Raises InvalidArgumentError unless the spans (first token, number of tokens) are not empty, ascend
+    without overlap, lie in the prompt, and together have `num_rows` tokens."""
     end = 0
     for index, (start, length) in enumerate(spans):
         if start < end or length < 1 or start + length > num_prompt_tokens:

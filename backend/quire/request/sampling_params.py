@@ -46,7 +46,7 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Token ids around a model's reasoning, for `thinking_budget`."""
+    """Tags around a model's reasoning, for `thinking_budget`: token ids, and whether the prompt opens it."""
 
     is_open: bool
     """Whether reasoning is open at the end of the prompt."""

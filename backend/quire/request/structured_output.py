@@ -94,7 +94,8 @@ def _object(field: str, value: Any) -> dict[str, Any]:
 
 
 def _json(field: str, value: Any) -> str:
-    """Returns the normalized JSON text of an object. Keys keep their order, because the output follows it."""
+    """Returns the JSON text, without spaces, of an object given as such or as JSON text. Keys keep their
+    order, because the output has a schema's properties in that order. Raises InvalidArgumentError."""
     found = _object(field, value)
     try:
         text = json.dumps(found, separators=(",", ":"))

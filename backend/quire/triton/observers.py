@@ -56,7 +56,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     num_continuations: int = 0
     """Number of engines that died while they had the request."""
     paused_s: float = 0.0
-    """Seconds in which the request was paused because its engine had died."""
+    """Seconds for which the request was paused because its engine had died; of several choices, the longest
+    pause counts."""
     result_cached: bool | None = None
     """Whether its result came from the result cache; None: it was not looked up."""
     finish_reason: str

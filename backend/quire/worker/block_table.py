@@ -72,11 +72,12 @@ class BlockTable:
         return self.table[:, :, : -(-num_tokens // self.block_size)][:, rows]
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns the slot (block id * block size + offset) of each (row, position), both [num_tokens], in
-        each group.
+        """Returns each token's slot in each KV group, [num_groups, num_tokens]: block id * block size +
+        offset in the block.
 
-        Returns:
-            [num_groups, num_tokens].
+        Args:
+            rows: [num_tokens], row of each token's request.
+            positions: [num_tokens], position of each token in its request.
         """
         columns = positions // self.block_size
         return (self.table[:, rows, columns] - columns) * self.block_size + positions

@@ -160,7 +160,8 @@ class DecodeGraphs:
         self._logits = torch.empty((self.sizes[-1], model.config.vocab_size), device=device)
 
     def capture_all(self) -> None:
-        """Records every size, the largest first, so that smaller ones reuse its memory in the pool."""
+        """Records steps of each of `sizes`, the largest first, so that the others reuse its memory in the
+        graphs' pool."""
         with recording("decode steps, by rows", self.sizes):
             for size in reversed(self.sizes):
                 for is_adapted in {False, self._has_slots}:
@@ -332,7 +333,8 @@ class PromptGraphs:
         self._pieces: dict[tuple[int, bool], list[Piece]] = {}
 
     def capture_all(self) -> None:
-        """Records every size, the largest first, so that smaller ones reuse its memory in the pool."""
+        """Records steps of each of `sizes`, the largest first, so that the others reuse its memory in the
+        graphs' pool."""
         with recording("pieces of steps, by tokens", self.sizes):
             for size in reversed(self.sizes):
                 for is_adapted in {False, self._has_slots}:

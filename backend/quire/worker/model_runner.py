@@ -325,8 +325,8 @@ class ModelRunner:
         return pooling
 
     def sleep(self) -> None:
-        """See `Runner`. Frees what `_load` created, except `info`; the device's context, kernels and threads
-        stay."""
+        """See `Runner`. Frees the weights, the KV cache and all else of size that `_load` created. `info`,
+        the device's context, kernels and threads stay."""
         for writer in filter(None, self._cache_writers):
             writer.stop()  # it holds the weights
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:

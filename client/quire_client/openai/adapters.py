@@ -121,8 +121,8 @@ async def bases(client: AsyncClient) -> list[str]:
 
 
 async def _base(client: AsyncClient, body: Mapping[str, Any]) -> str:
-    """Returns the name of the model that must load or unload: the body's, else the only one that can have
-    adapters. Raises RequestError if none or several can."""
+    """Returns the name of the model that must load or unload an adapter: `model` of the body, else the only
+    ready model that can have adapters. Raises RequestError if none or several can."""
     if body.get("model") is not None:
         return str(body["model"])
     found = await bases(client)

@@ -110,7 +110,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class ImageFetcher:
-    """Fetches images by the policy; an async context manager."""
+    """Fetches the images that an ImagePolicy allows; an async context manager that closes its connections."""
 
     def __init__(
         self,

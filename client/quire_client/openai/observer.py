@@ -232,7 +232,7 @@ class ObserverMiddleware:
 
 
 def exchange_of(scope: Any) -> Exchange:
-    """Returns the exchange that the middleware made for a request."""
+    """Returns the Exchange that ObserverMiddleware made for the request with this ASGI scope."""
     exchange: Exchange = scope[_SCOPE_KEY]
     return exchange
 

@@ -175,9 +175,9 @@ MAX_TOP_LOGPROBS = 20
 """Limit for `logprobs`, `top_logprobs` and `prompt_logprobs`, as in OpenAI's chat completions."""
 _ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
 MAX_PROMPTS = 1024
-"""Most texts in `prompt` of one request; larger than any server's limit."""
+"""Most texts in `prompt` of one request for completions; larger than any server's limit."""
 MAX_TOKEN_LISTS = 256
-"""Most prompts of token ids in one request. Each of them becomes a request to the server."""
+"""Most prompts of token ids in one request for completions. Each becomes a request to the server."""
 
 
 @dataclass(frozen=True)

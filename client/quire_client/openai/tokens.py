@@ -55,8 +55,8 @@ async def token_ids(
 
 
 async def _tokenizer_of(client: AsyncClient, schema: ModelSchema) -> ModelSchema | None:
-    """Returns the member of an ensemble that has the output `input_ids`: its tokenizer model. If the model is
-    no ensemble, the ensembles that contain it are searched. Returns None if there is no tokenizer model."""
+    """Returns the schema of an ensemble's tokenizer model: the first member with an output `input_ids`. For a
+    model that is no ensemble, searches the ready ensembles that contain it. None: no tokenizer model."""
     for step in schema.steps:
         part = await client._schema(step)
         if part.outputs is not None and OUTPUT in part.outputs:

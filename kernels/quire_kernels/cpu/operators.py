@@ -43,7 +43,8 @@ logger = logging.getLogger("quire_kernels")
 
 DTYPES = tuple(TYPES)
 VECTOR = 16
-"""Sizes of heads and rows must be multiples of this."""
+"""Sizes that an operator names in `_in_vectors`, such as that of a head or a norm, must be multiples of
+this."""
 MAX_STATE_DIM = 256
 """Largest state of a channel in Mamba-2; `max_state_dim` of mamba.h."""
 MAX_KEY_DIM = 256

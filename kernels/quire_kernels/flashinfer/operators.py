@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128, 256)
 """Head sizes for which FlashInfer compiles both of its kernels, prefill and decode."""
 _HALVES = (torch.bfloat16, torch.float16)
 _UNPLANNED = "unplanned"
-"""Fact of a call for whose batch FlashInfer has no plan."""
+"""Name of the fact that FlashInfer has no plan for a call's batch, and so leaves the call to others."""
 
 
 @functools.cache

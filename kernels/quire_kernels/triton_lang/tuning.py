@@ -50,7 +50,7 @@ class Config:
 
     @functools.cached_property
     def launch(self) -> dict[str, int]:
-        """Keyword arguments of the launch."""
+        """Keyword arguments with which a kernel is launched."""
         return {**dict(self.constants), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -188,8 +188,8 @@ _warming_up = False
 
 @contextmanager
 def warm_up() -> Iterator[None]:
-    """Allows timing of unknown shapes inside the `with` block. Other threads must not launch kernels
-    meanwhile."""
+    """Allows tuners to time kernels of unknown shapes inside the `with` block, as far as `may_tune` does.
+    Other threads must not launch kernels meanwhile."""
     global _warming_up
     before, _warming_up = _warming_up, True
     try:
@@ -199,7 +199,7 @@ def warm_up() -> Iterator[None]:
 
 
 def may_tune() -> bool:
-    """Whether timing is allowed now."""
+    """Whether tuners may time kernels now: inside `warm_up`, outside the interpreter and graph capture."""
     if not _warming_up or operators.is_interpreted():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -266,7 +266,7 @@ class ChatParsing:
         return REASONING_FORMATS[self.reasoning].close_tag if self.is_open(chat) else ""
 
     def is_open(self, chat: ChatFormat) -> bool:
-        """Whether the prompt ends with the tag that opens reasoning."""
+        """Whether the prompt ends, white space aside, with the tag that opens reasoning."""
         tag = REASONING_FORMATS[self.reasoning].open_tag if self.reasoning else ""
         return bool(tag) and chat.prompt_end.rstrip().endswith(tag)
 

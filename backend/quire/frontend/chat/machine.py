@@ -9,7 +9,8 @@ from typing import Protocol
 from quire.frontend.chat.sink import AnswerSink
 
 MAX_HEADER = 1024
-"""Longest text between a call's marker and its arguments, in characters: the name and what is around it."""
+"""Characters after which a parser no longer waits for what must follow: for example a call's arguments after
+its marker, or, after white space, the tag that opens reasoning."""
 
 
 class AnswerParser(Protocol):

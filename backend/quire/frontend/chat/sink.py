@@ -91,7 +91,7 @@ class AnswerSink:
         return 0 < self._num_begun == self._num_ended
 
     def text(self, piece: str) -> None:
-        """Adds a piece of content."""
+        """Adds a piece of content, unless `is_closed`. White space after an `edge` is left out."""
         if not piece or self.is_closed:
             return
         if self._at_edge:
@@ -112,7 +112,7 @@ class AnswerSink:
         self.text(piece)
 
     def reason(self, piece: str) -> None:
-        """Adds a piece of reasoning."""
+        """Adds a piece of reasoning, unless `is_closed`."""
         if piece and not self.is_closed:
             self._reasoning.append(piece)
 
@@ -122,7 +122,7 @@ class AnswerSink:
         self._space.clear()
 
     def begin_call(self, name: str) -> None:
-        """Begins a call to the tool `name`. The pieces of its arguments follow."""
+        """Begins a call to the tool `name`, unless `is_closed`. The pieces of its arguments follow."""
         if self.is_closed:
             return
         self.edge()
@@ -131,7 +131,7 @@ class AnswerSink:
         self._num_begun += 1
 
     def arguments(self, piece: str) -> None:
-        """Adds a piece of the newest call's arguments."""
+        """Adds a piece of the newest call's arguments, unless `is_closed`."""
         if not piece or self.is_closed:
             return
         index = self._num_begun - 1
@@ -140,7 +140,7 @@ class AnswerSink:
         self._calls[-1].arguments.append(piece)
 
     def end_call(self) -> None:
-        """Marks the newest call as complete."""
+        """Marks the newest call as complete, unless `is_closed`."""
         if not self.is_closed:
             self._num_ended += 1
 

@@ -19,7 +19,8 @@ TOP = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-"""Hugging Face's names of the tensors outside layers, by their names in GGUF files."""
+"""Hugging Face's names of the tensors outside layers, by their names in GGUF files; both without the last
+part, such as ".weight"."""
 IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

@@ -1,4 +1,5 @@
-"""GGUFScheme: linear layers whose weights stay in a GGUF file's blocks."""
+"""GGUFScheme: linear layers and embedding tables whose weights stay in a GGUF file's blocks, where operators
+support the blocks' type."""
 
 from __future__ import annotations
 
