@@ -143,9 +143,8 @@ WITHOUT_EFFECT = {
     "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "embedding_dropout",
     "mlp_dropout", "initializer_cutoff_factor", "decoder_bias", "sparse_prediction",
     "sparse_pred_ignore_index", "deterministic_flash_attn", "cls_token_id", "sep_token_id",
-    # split products with the same result, the sum of two other keys, and the experts of Gemma 4, which are
-    # refused by another key
-    "pretraining_tp", "qk_head_dim", "top_k_experts",
+    # split products with the same result, and the sum of two other keys
+    "pretraining_tp", "qk_head_dim",
     # Mamba-2: how fast transformers computes, what it ignores, layers that are not loaded, and the steps of
     # weights before training; transformers also limits the steps of a prompt by time_step_min, and NVIDIA's
     # own code does not

@@ -202,7 +202,7 @@ class CacheConfig:
     max_pinned_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Largest fraction of the pool for pinned prefixes and sessions; 0: nothing is pinned."""
     session_ttl_s: _Seconds = 300.0
-    """Seconds for which the blocks of a conversation stay pinned after its latest turn."""
+    """Most seconds for which the blocks of a conversation stay pinned after its latest turn."""
     host_cache_memory: _Bytes = 0
     """Bytes of the host-memory tier, for copies of full blocks and for swapped requests; 0: none."""
     disk_cache_directory: str = ""

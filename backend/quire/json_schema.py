@@ -144,8 +144,8 @@ class _Rewriting:
 
     def _resolved(self, schema: Any) -> Any:
         """Returns a schema with its reference replaced by the schema that it points to, merged with the keys
-        beside the reference. The result may allow values that one of the two forbids. A schema without a
-        reference is returned as it is. None: the target is not known."""
+        beside the reference. The result may allow values that one of the two forbids, and after _MAX_STEPS it
+        may have a reference. A schema without one is returned as it is. None: the target is not known."""
         while isinstance(schema, Mapping) and "$ref" in schema and self._steps <= _MAX_STEPS:
             self._steps += 1
             target: Any = self._root
@@ -190,7 +190,7 @@ def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
 
 def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
     """Replaces a bound of 2**53 and more in magnitude, where not every whole number is a double, by the
-    outermost double that satisfies it, as an inclusive bound.
+    outermost double that satisfies it and is not beyond -_LARGEST or _LARGEST, as an inclusive bound.
 
     Args:
         schema: the schema, changed in place.
@@ -215,8 +215,16 @@ def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int)
 
 
 def _is_outside(moved: float, value: float, inwards: int, *, is_excluded: bool) -> bool:
-    """Returns whether a double accepts values that the bound `value` does not. llguidance compares whole
-    numbers with the double itself, others with its shortest digits padded with zeros."""
+    """Returns whether llguidance, given `moved` as its inclusive bound, would allow values that the client's
+    bound forbids. It compares whole numbers with the double itself, other numbers with the double's shortest
+    digits, padded with zeros.
+
+    Args:
+        moved: the double; an infinite one gives False.
+        value: the client's bound.
+        inwards: 1 if it is a lower bound, -1 if it is an upper one.
+        is_excluded: whether the client forbids `value` itself.
+    """
     if math.isinf(moved):
         return False  # there is a nearer bound for all
     worst = min(inwards * int(moved), inwards * int(Decimal(repr(moved))))

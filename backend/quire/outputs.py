@@ -25,7 +25,7 @@ class NewRequestData:
     """A request that the model runner has not seen yet, or has dropped at a preemption."""
 
     token_ids: list[int]
-    """Prompt and, after a preemption, the output so far."""
+    """Prompt, then the output so far if there is any."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()

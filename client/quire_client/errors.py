@@ -39,7 +39,8 @@ class NotFound(QuireClientError):
 
 
 class Unavailable(QuireClientError):
-    """The server cannot take or finish the request now: queue full, quota used up, shutting down."""
+    """The server cannot take or finish the request now, for example because its queue is full, a quota is
+    used up, or it is shutting down."""
 
     code = "UNAVAILABLE"
 

@@ -222,7 +222,7 @@ class Scores:
     labels: tuple[str, ...]
     """Label of the largest score of each prompt or pair."""
     num_input_tokens: int
-    """Input tokens of all prompts together."""
+    """Input tokens of all prompts or pairs together."""
     num_cached_tokens: int
     """Input tokens that the server's KV cache had."""
 

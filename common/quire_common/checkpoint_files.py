@@ -14,8 +14,8 @@ _TEXTS = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt"))
 
 
 def check_directory(directory: Path, fail: Callable[[str], Exception]) -> None:
-    """Refuses a directory with pipes or devices, whose readers may wait or read for ever, or with text files
-    of more than MAX_TEXT bytes.
+    """Refuses a directory that holds a pipe, socket or device, whose readers may wait or read for ever, or a
+    file of more than MAX_TEXT bytes with a suffix among _TEXTS. Subdirectories are not searched.
 
     Args:
         directory: directory of a checkpoint.

@@ -1,19 +1,20 @@
 """Writes a complete, commented Triton model repository for a checkpoint.
 
-    OUT/generator/config.pbtxt, 1/quire.json, 1/<checkpoint>   streaming generator; the checkpoint lies here
+    OUT/generator/config.pbtxt, 1/quire.json, 1/<checkpoint>   streaming generator and the checkpoint
     OUT/generator_unary/config.pbtxt, 1/quire.json             same engine, one response per request
     OUT/tokenizer/config.pbtxt, 1/model.py                     text or chat messages to token ids
     OUT/chat/config.pbtxt                                      ensemble tokenizer -> generator
     OUT/chat_unary/config.pbtxt                                ensemble tokenizer -> generator_unary
 
-and for a vision-language checkpoint, instead of the last three,
+and for a checkpoint with a vision tower of a known family, instead of the last three,
 
     OUT/vision_preprocessor/config.pbtxt, 1/model.py           messages and images to token ids and pixels
     OUT/vision_encoder/config.pbtxt, 1/model.py                pixels to embeddings
     OUT/vision_chat/config.pbtxt                               ensemble of the two and generator
     OUT/vision_chat_unary/config.pbtxt                         ensemble of the two and generator_unary
 
-With placement `path` the checkpoint stays where it is. The folder `model_repository/` of this project is this
+`<checkpoint>` is a link or a copy; with placement `path` there is none, and quire.json names the checkpoint's
+path. An ensemble also has the file 1/.gitkeep. The folder `model_repository/` of this project holds this
 builder's output for the two demo checkpoints.
 """
 

@@ -298,8 +298,8 @@ def _decode_base64(text: bytes, field: str, limits: ImageLimits) -> bytes:
 
 
 def _beginning(data: bytes) -> str:
-    """Describes data of no known format for an error: by the name of a format that is not supported, or by
-    the first bytes."""
+    """Describes data in none of FORMATS, for an error: by the name of its format if that is in _REFUSED, else
+    by its first bytes."""
     named = [name for magic, name in _REFUSED.items() if data.startswith(magic)]
     return f"{named[0]} is not supported" if named else f"it begins with {data[:8]!r}"
 

@@ -100,7 +100,8 @@ class VisionTower:
         """Checks the arguments of `encode`.
 
         Raises:
-            InputError: a shape or a grid is wrong, or the number of rows is not that of the grids.
+            InputError: a shape or a grid is wrong, there are too many images, or the number of rows is not
+                that of the grids.
         """
         if grid.ndim != 2 or grid.shape[1] != 3:
             raise InputError(GRID, f"must have shape [images, 3], got {list(grid.shape)}")

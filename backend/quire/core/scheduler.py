@@ -569,10 +569,11 @@ class Scheduler:
         return bool(self.roster.requests) or self.transfers.has_work
 
     def reset_cache(self) -> int:
-        """Empties the prefix cache, pins and tiers; running requests keep their blocks.
+        """Empties the prefix cache, pins and tiers. Requests keep the blocks that they hold or have swapped
+        out.
 
         Returns:
-            The number of blocks that could be found before, in the pool and in the tiers.
+            The number of blocks that could be found before, in the pool and in each tier.
         """
         count = self.kv.reset()
         if self.transfers.tiers is not None:

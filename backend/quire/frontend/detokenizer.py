@@ -411,7 +411,8 @@ class IncrementalDetokenizer:
     # Stage 3: stop strings.
 
     def _accept(self, text: str) -> None:
-        """Adds decided text up to the first stop string that counts, which ends the text."""
+        """Appends text that will not change. The first stop string in it that counts (see `min_tokens`) ends
+        the output: the text is cut there, and the tokens after it are dropped."""
         before, position = self._untaken, 0
         self._untaken += text
         self._length += len(text)

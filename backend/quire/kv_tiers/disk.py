@@ -114,7 +114,7 @@ class DiskTier(KVConnector):
         self._spare: list[BlockArray] = []
         """Buffers of written blocks, for reuse: new memory would cost more than the copy into it."""
         self._num_buffers = 0
-        """Number of block buffers that wait, are being written or are spare."""
+        """Number of block buffers made so far: the spare ones, and those of blocks still to be written."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = self._is_closing = False
         self._on_disk: set[bytes] = set()

@@ -354,8 +354,8 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     """Sizes of latent attention; None: the model has ordinary attention."""
     qk_norm: bool = False
-    """Whether queries and keys have an RMSNorm: one per head and before the rotary embedding, unless the next
-    two fields say otherwise."""
+    """Whether queries and keys are normed: each head by itself, with learned scales, before the rotary
+    embedding. `qk_norm_whole`, `qk_norm_behind_rope` and `Llama4Attention` do this otherwise."""
     qk_norm_whole: bool = False
     """Whether one norm covers all query heads together, and another all key heads."""
     qk_norm_behind_rope: bool = False

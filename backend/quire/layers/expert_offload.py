@@ -110,7 +110,7 @@ class OffloadedExperts:
         """Router and experts of the next layer with offloaded experts; None: there is none. That router gets
         this layer's input, which is like its own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
         self._expected: set[int] = set()
-        """Experts without a slot that the next step will probably need."""
+        """Experts without a slot that the next call of this layer will probably need."""
 
     def finish(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **packing: Any) -> None:
         """Joins the experts, once all of them are kept, with the matrices of the shared expert, if there is
@@ -167,7 +167,12 @@ class OffloadedExperts:
         return len(needed)
 
     def expect(self, experts: torch.Tensor) -> None:
-        """Asks the system to read the experts, of any shape, that the next step will probably need."""
+        """Asks the system to read those of `experts` that have no slot, because the next call of this layer
+        will probably need them.
+
+        Args:
+            experts: indices of experts, in any shape; those of the shared expert are ignored.
+        """
         expected = {expert for expert in experts.unique().tolist() if expert < self.num_experts}
         self._expected = expected.difference(self._slot_of)
         self._read_ahead(self._expected)
@@ -180,7 +185,7 @@ class OffloadedExperts:
 
     def _free_slot(self, needed: Collection[int], *, must: bool = False) -> int | None:
         """Returns an unused slot, or takes that of the least recently used expert that is not needed. If all
-        are needed, it takes that of the last one (`must`), or none."""
+        are needed, takes that of the expert with the highest number (`must`), or returns None."""
         if len(self._slot_of) < self.num_slots:
             return len(self._slot_of)
         last = max(self._slot_of) if must else None

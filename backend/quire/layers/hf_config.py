@@ -89,7 +89,8 @@ class HFConfig:
     path: Path
     values: dict[str, Any]
     gguf: GGUFFile | None = None
-    """GGUF file that the keys come from; None: they come from config.json."""
+    """GGUF file that the keys were read from; None: they are from config.json, or were changed afterwards by
+    `replace` or `with_defaults`."""
     unused: tuple[str, ...] = ()
     """Keys of a GGUF file's metadata about the model that are not used."""
 

@@ -45,7 +45,7 @@ class LayerTensors(Protocol):
 
 
 class LinearScheme(Protocol):
-    """Scheme by which a checkpoint's linear layers and tables are stored and computed."""
+    """Scheme by which a checkpoint's linear layers, embedding and output head are stored and computed."""
 
     @property
     def input_multiple(self) -> int:

@@ -54,5 +54,6 @@ class DecoderHead(DecoderModel, HeadModel):
         return total if inputs.rows is None else total[inputs.rows]
 
     def _fuse(self) -> NativeDecoder | None:
-        """Returns None: no single call has a place for hidden states."""
+        """Returns None: the call that computes all layers gives hidden states after the final norm, and
+        `guess` needs those before it."""
         return None

@@ -1,5 +1,5 @@
-"""gpt-oss: experts in every layer, attention sinks, windows in every other layer, and biases in attention,
-routers and experts."""
+"""gpt-oss: experts in every layer, attention sinks, and biases in routers and experts. By default also
+windows in every other layer, and biases in attention."""
 
 from __future__ import annotations
 

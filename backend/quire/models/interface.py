@@ -164,8 +164,8 @@ class Model(Protocol):
         return True
 
     def work(self, kv_token_bytes: int) -> ModelWork | None:
-        """Returns the bytes that a step of the packed model reads and the operations that it computes; None:
-        unknown. `kv_token_bytes`: bytes that a layer keeps per token."""
+        """Returns the numbers from which a step's bytes and operations are computed, once the model is
+        packed; None: they are not known. `kv_token_bytes`: bytes that a layer keeps per token."""
         return None
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -43,7 +43,7 @@ def kv_groups(
     """Divides the layers into groups of one size, so that all groups' blocks are alike and come from one
     pool.
 
-    Each group costs a block table, so groups are as large as possible: a uniform model has one group. The
+    Each group costs a block table, so groups are as large as _MOST_WASTE allows: a uniform model has one. The
     last group of a kind (one window, or one size of states) may hold fewer layers than the others. Example:
     29 layers with a window and 5 without make six groups with a window (five of 5 layers, one of 4) and one
     without, instead of 34 groups of one layer. The groups of the layers that see most positions are always

@@ -165,8 +165,9 @@ def _columns(tensor: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
 
 
 def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers with chunked attention: those that `layer_types` calls chunked_attention. Without
-    that list, these are the layers that are not in `without`. Raises CheckpointError if it is not valid."""
+    """Returns the layers with chunked attention: those that `layer_types` calls chunked_attention or, if the
+    file has no such list, those that are not in `without`. Raises CheckpointError if the list has a wrong
+    length or another name."""
     types = hf.get("layer_types") or [
         "full_attention" if layer in without else "chunked_attention" for layer in range(num_layers)
     ]

@@ -13,8 +13,8 @@ from quire.models.mixtral import MixtralForCausalLM
 
 
 class MiniMaxM2ForCausalLM(MixtralForCausalLM):
-    """`partial_rotary_factor` or, if the file has none, `rotary_dim` says how many dimensions of a head
-    rotate; without both, all do."""
+    """`partial_rotary_factor` or, if the file lacks this key, `rotary_dim` says how many dimensions of a head
+    rotate; without both keys, all do."""
 
     rotates_partly = True
 

@@ -128,7 +128,8 @@ def model_class(hf: HFConfig, model_impl: str = "quire", named: str = "") -> typ
         named: `ModelConfig.model_class`; empty: the architecture decides.
 
     Raises:
-        CheckpointError: the architecture is not supported; the message lists those that are.
+        CheckpointError: the checkpoint names no architecture, or one that is not supported; then the message
+            lists those that are.
         ConfigError: the class `named`, or that of an entry point, cannot be loaded or is no Model.
     """
     if named:

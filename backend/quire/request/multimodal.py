@@ -65,8 +65,8 @@ class PromptEmbeds:
         return max(begin, cut[0]) if cut else end
 
     def rows_in(self, begin: int, end: int) -> list[tuple[int, Any]]:
-        """Returns the rows for tokens [begin, end), one entry per image: (first token, rows for it and its
-        successors)."""
+        """Returns the rows for tokens [begin, end): for each image with tokens there, (the first of these
+        tokens, the rows for all of them)."""
         found = []
         first_row = 0
         for start, length in self.spans:

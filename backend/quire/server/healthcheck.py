@@ -126,7 +126,7 @@ def _ask(url: str, model: str, deadline: float) -> str:
 @click.option("--model", default="generator", show_default=True)
 @click.option("--timeout", default=5.0, show_default=True, help="Seconds for the whole probe.")
 def healthcheck(url: str, model: str, timeout: float) -> None:
-    """See that a served model computes tokens; status 0 if so."""
+    """Check that a served model computes tokens, or is asleep; status 0 if so."""
     began = time.monotonic()
     try:
         proof = probe(url, model, timeout)

@@ -233,9 +233,10 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
 def _fits_request(one: ChoiceResult, prompt: ParsedRequest) -> bool:
     """Whether a choice's result has what its prompt asks for.
 
-    An embedding must be there exactly if it is asked for. So must log-probabilities, if there are tokens.
-    Prompt log-probabilities, if there, must be asked for and have the prompt's length. There must be no more
-    tokens than `max_tokens`, and no more cached tokens than the prompt has tokens.
+    The embedding or scores must have exactly `dimensions` numbers (0: none). If there are tokens, there must
+    be log-probabilities exactly if they are asked for. Prompt log-probabilities, if there, must be asked for
+    and have the prompt's length. There must be no more tokens than `max_tokens`, and no more cached tokens
+    than the prompt has tokens.
     """
     params, num_prompt_tokens = prompt.params, len(prompt.prompt_token_ids)
     if len(one.embedding) != 4 * params.dimensions:

@@ -93,8 +93,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kv_events(config: Mapping[str, Any], unused: list[str]) -> dict[str, Any]:
     """Returns our `kv_events` for vLLM's `kv_events_config` (empty: no events), and adds to `unused` what has
-    no effect. Keys that vLLM does not have are returned as they are, for `EngineConfig.from_mapping` to
-    refuse."""
+    no effect. If events are on, the other keys are returned as they are, also unknown ones, which
+    `EngineConfig.from_mapping` refuses."""
     unused += [f"{_EVENTS}.{key}" for key in config if key in _EVENTS_WITHOUT_EFFECT]
     given = {
         key: value

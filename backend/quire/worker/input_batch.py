@@ -458,8 +458,8 @@ class InputBatch:
         return rows
 
     def _draw_several(self, inputs: StepInputs) -> None:
-        """Repeats the samples of requests whose choices all sample their first token from one row of
-        logits."""
+        """Repeats the sample of each request with several choices, once for each further choice: all sample
+        their first token from one row of logits."""
         draws = [
             (index, sample, row)
             for index, sample in enumerate(inputs.samples)

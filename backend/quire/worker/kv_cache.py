@@ -382,5 +382,5 @@ class KVCache:
         stream.synchronize()
 
     def _staging(self, count: int) -> torch.Tensor:
-        """Returns pinned memory for `count` blocks; torch caches it, so this is cheap."""
+        """Returns pinned memory for `count` blocks. It is cheap once torch has memory of this size cached."""
         return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=True)

@@ -141,7 +141,7 @@ class ModelRunner:
         return checkpoint_state(model.model, model.tokenizer, model.draft_checkpoint)
 
     def _load(self, num_blocks: int | None = None) -> None:
-        """Creates everything that `sleep` frees.
+        """Loads the model, and creates everything else that `sleep` frees, except the KV tiers.
 
         Args:
             num_blocks: blocks of the KV cache; None: as the configuration and the memory determine.

@@ -286,7 +286,7 @@ def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None
 
 
 def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """Returns the `logit_bias` of all rows; None: no row has one."""
+    """Returns the `logit_bias` of all rows, for tokens in the vocabulary; None: there is none."""
     if not any(row.params.logit_bias for row in rows):
         return None
     found = [row.biases() for row in rows]
@@ -295,7 +295,7 @@ def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
 
 
 def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """Returns the tokens that must not be chosen; None: there are none."""
+    """Returns the tokens of `SamplingRow.bans` of all rows; None: no row bans a token in the vocabulary."""
     found = [row.bans() for row in rows]
     if not any(found):
         return None

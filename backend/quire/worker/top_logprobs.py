@@ -22,7 +22,7 @@ class TopLogprobs:
     """Log-probabilities of rows, still on the device of the logits."""
 
     token_ids: torch.Tensor
-    """int64 [n, most + 1]: the given token of each row, then its most likely ones, in descending order."""
+    """int64 [n, most + 1]: the given token of each row, then its most likely ones, the likeliest first."""
     logprobs: torch.Tensor
     """float32 [n, most + 1]: log-probabilities of `token_ids`."""
     ranks: torch.Tensor
@@ -54,7 +54,7 @@ def entries(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[Toke
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens, each after a position that one step computed."""
+    """Log-probabilities of the wanted prompt tokens that follow the positions which one step computed."""
 
     rows: list[PromptRow]
     found: TopLogprobs

@@ -171,7 +171,8 @@ def _shown(entry: Any) -> str:
 
 
 def _spelled(text: str, parts: list[int] | None) -> str:
-    """Returns a token as OpenAI's completions write it: as `bytes:...` if it is a part of a character."""
+    """Returns a token as OpenAI's completions write it: as `bytes:...` if `parts` has the bytes of a part of
+    a character, else as its text."""
     return text if parts is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts)
 
 

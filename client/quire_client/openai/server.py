@@ -48,7 +48,8 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Starts the timer for the next request's headers, unless a request is being answered."""
+        """Starts the timer for the next request's headers unless it runs. Stops it while a request is being
+        answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_watch()
         elif self._late is None:

@@ -111,7 +111,7 @@ class _CodedLinear(PackedLinear):
         self.nbytes = codes.nbytes + scales.nbytes
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Raises AssertionError, because no rows of quantised weights are looked up."""
+        """Raises AssertionError: no table whose rows are looked up is packed in this form."""
         raise AssertionError("no quantised rows are looked up")
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:

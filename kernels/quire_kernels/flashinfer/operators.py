@@ -87,8 +87,8 @@ def _why_not(
     sinks: bool = False,
     **_: Any,
 ) -> str | None:
-    """Returns why FlashInfer does not support this shape; None: it does. A quantised cache is not supported:
-    FlashInfer has one scale for all tokens, ours has one per token and KV head."""
+    """Returns why FlashInfer cannot compute attention of this shape here; None: it can. A quantised cache is
+    not supported: FlashInfer has one scale for all tokens, ours has one per token and KV head."""
     if sinks:
         return NO_SINKS
     if head_dim not in HEAD_DIMS:

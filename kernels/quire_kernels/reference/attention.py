@@ -63,7 +63,8 @@ class _Tile:
     """float32 [num_queries, num_blocks * block_size]: -inf at positions that are not seen, else 0; None: all
     are seen."""
     written: int
-    """Number of leading columns that are certain to have been written."""
+    """Number of positions, from the first of the blocks on, that are certain to have been written. Those of
+    later blocks count too."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class _PlacedPlan:
     """Decode groups, each with block ids int64 [n, num_blocks], padded with valid ids."""
     tiles: list[_QueryTile]
     table: torch.Tensor
-    """int64 [num_seqs, max_blocks]"""
+    """Block table, int64 [num_seqs, max_blocks]: block ids of each sequence."""
 
 
 @implementation("paged_attention", "reference", is_recordable=False)
@@ -274,8 +275,13 @@ def _tiled(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention of a query tile of one sequence, one key tile after the other. Other arguments and
-    the result are those of `_decode`, but `blocks` is [max_blocks]: the sequence's row of the block table."""
+    """Computes attention of a query tile of one sequence, one key tile after the other, in the query's shape.
+
+    Args:
+        query: float32 [n, num_kv_heads, groups, head_dim], already scaled: the tile's rows.
+        blocks: int64 [max_blocks]: the sequence's row of the block table.
+        sinks: [num_kv_heads, groups, 1].
+    """
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)

@@ -23,7 +23,7 @@ PREFIX_WINDOW = 64
 PREFIX_WALKS = 32
 """longest_prefix: most calls of `cached_tokens` in one candidates()."""
 MAX_IDLE_TENANTS = 4096
-"""fair: number of tenants without waiting requests whose counters are kept."""
+"""fair: most tenants without waiting requests whose counters are kept."""
 OUTPUT_WEIGHT = 2
 """fair: service of an output token relative to a prompt token (as in arXiv 2401.00588)."""
 

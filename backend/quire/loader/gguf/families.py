@@ -80,7 +80,8 @@ class Family(NamedTuple):
 
 
 def _with_windows(own: Own, values: Values) -> Values:
-    """Returns each layer's type. A file without a window has none, whatever the class's default is."""
+    """Returns config.json's `layer_types`, or nothing for a file with a window and no pattern of it. If the
+    file states no window, no layer has one, whatever the class's default is."""
     pattern, count = own("attention.sliding_window_pattern"), values["num_hidden_layers"]
     if not values["sliding_window"]:
         return {"sliding_window": None, "layer_types": ["full_attention"] * _number(count)}
