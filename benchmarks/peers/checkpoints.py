@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,56 @@ class Shape:
         return self.layer_params + self.hidden * self.vocab_size
 
     @property
+    def stored_params(self) -> int:
+        """Weights of the whole model."""
+        return self.params
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values at 16 bits."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def weight_bytes(self, precision: str = "bf16") -> float:
-        """Bytes that a decode step reads."""
+        """Bytes that a decode step of one row reads."""
         return self.params * BITS_PER_WEIGHT[precision] / 8
+
+
+@dataclass(frozen=True)
+class CountedShape(Shape):
+    """Dimensions of a decoder with experts, states or latents. Quire counts its weights."""
+
+    @cached_property
+    def _model(self) -> Any:
+        import torch
+
+        from quire.config import ModelConfig
+        from quire.loader.load import empty_model
+
+        return empty_model(ModelConfig(model=str(huggingface(self))), torch.device("meta")).model
+
+    def _layer_params(self, num_experts: int) -> int:
+        count: int = self._model.config.layer_weights(num_experts)
+        return count
+
+    @property
+    def layer_params(self) -> int:
+        """See Shape. Of the experts, those that compute a token are counted."""
+        experts = self._model.config.experts
+        return self._layer_params(0 if experts is None else experts.routing.num_chosen)
+
+    @property
+    def stored_params(self) -> int:
+        """See Shape."""
+        config = self._model.config
+        layers = self._layer_params(0 if config.experts is None else config.experts.num_experts)
+        return layers + self.hidden * self.vocab_size * (1 if config.tie_word_embeddings else 2)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """See Shape."""
+        groups = [group for group in self._model.kv_groups if not group.is_state]
+        count: int = self._model.kv_spec("auto").layer_bytes(1)
+        return count * sum(len(group.layers) for group in groups)
 
 
 _LLAMA3_ROPE = {
@@ -67,6 +111,19 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+_DELTA = {
+    "full_attention_interval": 4,
+    "layer_types": None,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_scaling": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
 }
 SHAPES = {
     shape.name: shape
@@ -114,6 +171,70 @@ SHAPES = {
                 "rope_scaling": {"rope_type": "default", "rope_theta": 100000.0},
                 "rms_norm_eps": 1e-5,
                 "max_position_embeddings": 8192,
+            },
+        ),
+        # Qwen3.5-0.8B.
+        CountedShape(
+            "qwen3.5-0.8b",
+            "qwen3_5",
+            num_layers=24,
+            hidden=1024,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=256,
+            inner=3584,
+            vocab_size=248320,
+            extra=_DELTA,
+        ),
+        # No model's: 0.6 B of 2.3 B weights compute a token.
+        CountedShape(
+            "qwen3.5-moe",
+            "qwen3_5_moe",
+            num_layers=24,
+            hidden=1024,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=256,
+            inner=512,
+            vocab_size=151936,
+            extra={
+                **_DELTA,
+                "num_experts": 48,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+            },
+        ),
+        # DeepSeek-V2-Lite's latents and heads, with half of its layers, of its size and of its experts.
+        CountedShape(
+            "deepseek-v2-mini",
+            "deepseek_v2",
+            num_layers=13,
+            hidden=1024,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=64,
+            inner=5472,
+            vocab_size=102400,
+            extra={
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 16384,
+                "tie_word_embeddings": False,
+                "q_lora_rank": None,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 32,
+                "num_experts_per_tok": 6,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 704,
+                "n_group": 1,
+                "topk_group": 1,
+                "topk_method": "greedy",
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 1.0,
             },
         ),
         # For what needs no weights of its own (`write_config`).

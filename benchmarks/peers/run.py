@@ -23,7 +23,7 @@ import click
 from benchmarks import history, machine
 from benchmarks.peers import checkpoints, roofline, venvs
 from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
-from benchmarks.peers.checkpoints import SHAPES, Shape
+from benchmarks.peers.checkpoints import BITS_PER_WEIGHT, SHAPES, Shape
 from benchmarks.peers.registry import LLAMA_CPP, PEERS, Peer
 from benchmarks.peers.table import figures, markdown
 from benchmarks.peers.venvs import PeerUnavailable
@@ -143,7 +143,8 @@ def _weights(peer: Peer, shape: Shape, python: Path, log: Path) -> Path:
 
 def memory_gib(peer: Peer, shape: Shape) -> float:
     """What an engine is taken to need at most, for grouping."""
-    weights = peer.weight_copies * shape.weight_bytes(peer.precision)
+    bits = BITS_PER_WEIGHT[peer.precision]
+    weights = peer.weight_copies * shape.stored_params * bits / 8
     return (weights + KV_TOKENS * shape.kv_bytes_per_token) / 2**30 + 1.0
 
 

@@ -226,12 +226,12 @@ class _Head:
 
     def _fill(self, end: int) -> None:
         """Reads the file until the bytes before `end` are in memory."""
+        if end > _MAX_HEAD:
+            raise GGUFError(f"its head is longer than {_MAX_HEAD} bytes")
         if end <= len(self._read):
             return
         if end > self._size:
             raise GGUFError(f"ends at byte {self._size}, within its head: truncated")
-        if end > _MAX_HEAD:
-            raise GGUFError(f"its head is longer than {_MAX_HEAD} bytes")
         self._read += self._file.read(max(end, 2 * len(self._read), 2**20) - len(self._read))
         if end > len(self._read):
             raise GGUFError("has been truncated while it was read")

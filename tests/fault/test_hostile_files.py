@@ -149,6 +149,13 @@ def test_a_gguf_file_that_claims_its_bytes_twice_or_ends_early(genuine: Path, tm
         stream.write(b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**27))
         stream.truncate(2**28)
     assert "its head is longer than 67108864 bytes" in refusal(file)
+    with file.open("wb") as stream:  # two texts, the second of which was read ahead
+        stream.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 2))
+        for key in (b"a", b"b"):
+            stream.write(struct.pack("<Q1sIQ", 1, key, 8, 2**25))
+            stream.seek(2**25, os.SEEK_CUR)
+        stream.truncate(2**28)
+    assert "its head is longer than 67108864 bytes" in refusal(file)
 
 
 class Grown:

@@ -30,7 +30,7 @@ class Roster:
 
     Args:
         clock: returns monotonic seconds.
-        session_ttl_s: seconds that a conversation stays pinned after its latest use.
+        session_ttl_s: most seconds that a conversation stays pinned after its latest use.
         adapters: the runner's adapter slots; None: no request has an adapter.
     """
 
