@@ -299,7 +299,8 @@ def test_ends_are_counted_by_reason_and_code(board: MetricsBoard) -> None:
     requests = RequestMetrics(board, "generator", "1")
     for values in (
         {},
-        {"finish_reason": "stop", "paused_s": 0.5},
+        {"finish_reason": "stop", "paused_s": 0.5, "num_continuations": 1},
+        {"error_code": "UNAVAILABLE", "paused_s": 0.5},
         {"finish_reason": "error", "error_code": "INVALID_ARG", "admitted_at": 0.0},
         {"finish_reason": "error", "error_code": "INVALID_ARG", "admitted_at": 0.0},
         {"finish_reason": "cancelled", "error_code": "CANCELLED"},

@@ -18,7 +18,7 @@ from quire.config import CacheConfig, EngineConfig
 HARMLESS_KEYS = frozenset({
     # What they lead to is part of what the runner says of itself: weights, types, frequencies.
     "device", "dtype", "load_format", "max_model_len", "model",
-    "packed_weights_size",
+    "max_resident_experts", "packed_weights_size",
     # Text, randomness after the logits, and by how many threads the same sums are done.
     "classifier_from_token", "logits_processors", "num_threads", "seed", "tokenizer",
     # Where blocks lie and for how long.
@@ -31,7 +31,7 @@ HARMLESS_KEYS = frozenset({
     "draft_model", "num_draft_tokens",
     "kv_reservation", "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
     "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
-    "preemption_mode", "queue_policy", "tenants", "trace_file",
+    "preemption_mode", "queue_policy", "tenants", "trace_file", "watchdog_s",
     # Their weights are part of what blocks are found by.
     "lora_modules", "lora_root", "max_cpu_loras", "max_loras",
 })  # fmt: skip

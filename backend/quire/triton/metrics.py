@@ -101,7 +101,7 @@ class RequestMetrics:
             return
         end = self._count("quire_requests_total", finish_reason=record.finish_reason, code=record.error_code)
         end.value += 1
-        self._continued.value += record.paused_s > 0
+        self._continued.value += record.num_continuations > 0
         if record.result_cached is not None:
             found = "hit" if record.result_cached else "miss"
             self._count("quire_result_cache_lookups_total", result=found).value += 1
