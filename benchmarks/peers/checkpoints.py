@@ -205,11 +205,12 @@ SHAPES = {
                 "shared_expert_intermediate_size": 512,
             },
         ),
-        # DeepSeek-V2-Lite's latents and heads, with half of its layers, of its size and of its experts.
+        # DeepSeek-V2-Lite's layers, latents and heads, with half of its hidden size and of its experts, which
+        # are smaller. llama.cpp knows the kind by its 27 layers.
         CountedShape(
             "deepseek-v2-mini",
             "deepseek_v2",
-            num_layers=13,
+            num_layers=27,
             hidden=1024,
             num_heads=16,
             num_kv_heads=16,
@@ -229,7 +230,7 @@ SHAPES = {
                 "n_routed_experts": 32,
                 "num_experts_per_tok": 6,
                 "n_shared_experts": 2,
-                "moe_intermediate_size": 704,
+                "moe_intermediate_size": 352,
                 "n_group": 1,
                 "topk_group": 1,
                 "topk_method": "greedy",
