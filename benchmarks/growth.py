@@ -5,7 +5,7 @@
 
 For every point requests of that context are prefilled, then decode steps of all of them are timed, one after
 the other, on the engine as `quire.LLM` runs it, with random weights. Beside the time stand what the step
-must read (weights and KV of every row), the share of the machine's read rate that makes, and the time of its
+must read (`step_work`), the share of the machine's read rate that makes, and the time of its
 parts: planning, input preparation, the model with the choice of tokens, accounting. From some number of rows
 on the step is bound by multiplications instead.
 """
@@ -32,7 +32,9 @@ from benchmarks.peers.limits import Roofline
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, make_executor
 from quire.engine.executor import RunnerExecutor
+from quire.layers.moe import MixtureOfExperts
 from quire.request.sampling_params import SamplingParams
+from quire.roofline import Row, Work
 from quire.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
@@ -53,9 +55,8 @@ class Point:
     best_ms: float
     parts_ms: dict[str, float]
     read_gib: float
-    """Weights once, KV of every row."""
+    """GiB that the step reads at least (`step_work`)."""
     flop: float
-    """Products with weights."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -206,35 +207,29 @@ def measure(
     steps = decode_steps(core, running, context, num_steps, begin_both)
     times = [{"step": seconds, **watch.take()} for seconds in steps]
     median = {part: 1000 * statistics.median(row[part] for row in times) for part in ("step", *PARTS)}
-    runner = runner_of(core)
-    num_bytes = sum(packed.nbytes for packed, _ in _products(runner))
-    kv_bytes = core.info.kv_cache_bytes / (core.info.num_blocks * core.kv.block_size)
+    work = step_work(core, [(context - 1, 1, True)] * running)
     return Point(
         running,
         context,
         median.pop("step"),
         1000 * min(row["step"] for row in times),
         median,
-        (num_bytes + running * context * kv_bytes) / 2**30,
-        2.0 * running * num_weights(runner),
+        work.num_bytes / 2**30,
+        work.flops,
     )
 
 
-def _products(runner: ModelRunner) -> Iterator[tuple[Any, int]]:
-    """Packed matrices of a model that a step reads as a whole, and their weights."""
-    model = runner.model
-    for module in model.modules():
-        # Of a table of embeddings that is no head a step reads its tokens' rows alone.
-        is_table = module is model.embed_tokens and module is not model.lm_head
-        if (packed := getattr(module, "packed", None)) is not None and not is_table:
-            gates = 1 if getattr(module, "activation", None) is None else 2
-            yield packed, gates * packed.in_features * packed.out_features
-
-
-def num_weights(runner: ModelRunner, *, has_head: bool = True) -> int:
-    """Weights that a token is multiplied with; without the head's those of one that is not sampled from."""
-    head = runner.model.lm_head.packed
-    return sum(count for packed, count in _products(runner) if has_head or packed is not head)
+def step_work(core: EngineCore, rows: Sequence[Row]) -> Work:
+    """The least work of a step. Of a layer's experts, as many are read as so many tokens choose on the
+    average, if each chooses as by lot. States are not counted."""
+    runner, num_tokens = runner_of(core), sum(count for _, count, _ in rows)
+    work = runner.info.work.of_step(rows)
+    for one in runner.model.modules():
+        if isinstance(one, MixtureOfExperts):
+            count, chosen = len(one.experts), one.gate.routing.num_chosen
+            used = count * (1 - (1 - chosen / count) ** num_tokens)
+            work += Work(one.unread_bytes * (used - chosen) / (count - chosen))
+    return work
 
 
 def table(points: list[Point], read_gb_s: float) -> str:

@@ -27,8 +27,8 @@ NUM_STEPS = 24
 
 
 def prefill(core: EngineCore, limits: Roofline, count: int, length: int) -> dict[str, Any]:
-    """Time to the first tokens of `count` prompts at once, against all products that they need."""
-    runner, seconds = growth.runner_of(core), []
+    """Time to the first tokens of `count` prompts at once, against all operations that they need."""
+    seconds = []
     for turn in range(3):
         rng = random.Random(turn)
         names = [f"prompt-{turn}-{index}" for index in range(count)]
@@ -39,10 +39,7 @@ def prefill(core: EngineCore, limits: Roofline, count: int, length: int) -> dict
         while core.has_work:
             core.step()
         seconds.append(time.perf_counter() - begin)
-    config = runner.model.config
-    attention = 2 * len(runner.model.layers) * config.num_heads * config.head_dim * length**2
-    head = growth.num_weights(runner) - growth.num_weights(runner, has_head=False)
-    flop = count * (2 * length * growth.num_weights(runner, has_head=False) + 2 * head + attention)
+    flop = growth.step_work(core, [(0, length, True)] * count).flops
     best = min(seconds[1:])
     return {
         "prompts": count,
@@ -123,6 +120,25 @@ def mix(core: EngineCore, count: int) -> dict[str, Any]:
         "seconds": seconds,
         "output_tokens_per_s": total_out / seconds,
         "requests_per_s": count / seconds,
+    }
+
+
+def repeating(core: EngineCore, count: int, num_tokens: int) -> dict[str, Any]:
+    """Tokens per second of `count` requests at once, whose prompts repeat a text of 16 tokens."""
+    rng, before = random.Random(count), core.stats()
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    for index in range(count):
+        text = [rng.randrange(3, core.info.vocab_size) for _ in range(16)]
+        core.add_request(f"repeating-{index}", text * 8, params)
+    begin = time.perf_counter()
+    while core.has_work:
+        core.step()
+    seconds, after = time.perf_counter() - begin, core.stats()
+    return {
+        "requests": count,
+        "tokens_per_s": count * num_tokens / seconds,
+        "proposed": after.num_draft_tokens - before.num_draft_tokens,
+        "accepted": after.num_accepted_drafts - before.num_accepted_drafts,
     }
 
 

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,24 @@ from benchmarks import growth, kernels
 from benchmarks.device import REPEATS
 from benchmarks.gpu import engine
 from benchmarks.machine import ROOT, usable_cores
-from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.limits import Roofline
+from quire.engine.core import EngineCore
 
 SECTIONS = {
     "machine": 60,
     "limits": 60,
-    "agreement": 90,
+    "agreement": 150,
     "parity": 240,
     "engine tests": 180,
     "kernels": 120,
     "engine bf16": 150,
     "engine fp8": 120,
+    "engine drafts": 60,
+    "engine gpt-oss": 120,
+    "engine experts": 120,
+    "engine latents": 120,
+    "engine states": 90,
 }
 """Sections in their order, and the seconds that each gets at most."""
 ENGINE_TESTS = [
@@ -67,6 +75,36 @@ OF_A_CPU = [
 ]
 """Words in the names of tests that say nothing of a GPU."""
 POINTS = [(1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 8192), (64, 8192)]
+PROMPTS = [(1, 512), (1, 8192), (8, 2048)]
+FEW = {"points": [(1, 1024), (64, 1024), (1, 8192)], "prompts": [(1, 512), (8, 2048)]}
+"""Of those, for models that no kernel computes in one call."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """An engine whose steps a section measures."""
+
+    shape: str
+    """A name in SHAPES."""
+    small: str
+    """The family of tests/fixtures/checkpoints.py that takes its place with `--small`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    points: list[tuple[int, int]] = field(default_factory=lambda: POINTS)
+    """(requests, context) of the decode steps."""
+    prompts: list[tuple[int, int]] = field(default_factory=lambda: PROMPTS)
+    """(prompts at once, tokens of each)."""
+
+
+AGREEING = ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_moe", "gemma4_moe", "deepseek_v3", "qwen3_5"]
+"""Families whose tokens are compared with those of transformers."""
+ENGINES = {
+    "engine bf16": Steps("llama-8b", "qwen3"),
+    "engine fp8": Steps("llama-8b", "qwen3", {"quantization": "fp8"}),
+    "engine gpt-oss": Steps("gpt-oss-20b", "gpt_oss", **FEW),
+    "engine experts": Steps("qwen3-30b-a3b", "qwen3_moe", **FEW),
+    "engine latents": Steps("deepseek-v2-lite", "deepseek_v2", **FEW),
+    "engine states": Steps("qwen3.5-0.8b", "qwen3_5", points=[(1, 1024), (64, 1024)], prompts=[(1, 512)]),
+}
 
 
 class Run:
@@ -186,17 +224,15 @@ def kernel_records(run: Run, limits: Roofline) -> list[dict[str, Any]]:
     return records
 
 
-def engine_steps(run: Run, name: str, limits: Roofline, quantization: str | None) -> dict[str, Any]:
+def engine_steps(run: Run, name: str, limits: Roofline) -> dict[str, Any]:
     """Prompts, decode steps and a mix of requests, on one engine; saved one by one."""
-    options: dict[str, Any] = {"device": run.device.type, "quantization": quantization, "max_num_seqs": 256}
-    points = [(1, 64), (4, 64)] if run.small else POINTS
-    prompts = [(1, 100), (3, 30)] if run.small else [(1, 512), (1, 8192), (8, 2048)]
-    if run.small:
-        options |= {"max_num_seqs": 8, "num_blocks": 600, "max_model_len": 1024, "async_scheduling": True}
+    asked = ENGINES[name]
+    points = [(1, 64), (4, 64)] if run.small else asked.points
+    prompts = [(1, 100), (3, 30)] if run.small else asked.prompts
     found: dict[str, Any] = {"prompts": [], "decode": []}
     run.document["sections"][name] = found
     begin = time.monotonic()
-    with growth.engine(SHAPES["tiny" if run.small else "llama-8b"], **options) as core:
+    with started(run, asked) as core:
         found["start_s"] = time.monotonic() - begin
         for count, length in prompts:
             found["prompts"].append(engine.prefill(core, limits, count, length))
@@ -208,10 +244,38 @@ def engine_steps(run: Run, name: str, limits: Roofline, quantization: str | None
     return found
 
 
+@contextmanager
+def started(run: Run, asked: Steps, **options: Any) -> Iterator[EngineCore]:
+    """An engine of `asked` on the device, with random weights."""
+    values: dict[str, Any] = {"device": run.device.type, "max_num_seqs": 256, **asked.options, **options}
+    if run.small:
+        values |= {"max_num_seqs": 8, "num_blocks": 600, "max_model_len": 1024, "async_scheduling": True}
+    with growth.engine(small_shape(asked.small) if run.small else SHAPES[asked.shape], **values) as core:
+        yield core
+
+
+def small_shape(family: str) -> Shape:
+    """A shape of a family for trying this out."""
+    return replace(SHAPES["tiny"], name=f"tiny-{family}", family=family, extra={})
+
+
+def drafts(run: Run) -> list[dict[str, Any]]:
+    """Tokens per second with drafts by prompt lookup beside those without, where each prompt holds a text
+    many times; and the share of the drafts that was right."""
+    found = []
+    for num_draft_tokens in (0, 4):
+        with started(run, ENGINES["engine bf16"], num_draft_tokens=num_draft_tokens) as core:
+            for count in (1, 4) if run.small else (1, 16, 64):
+                found.append(
+                    {"drafts": num_draft_tokens, **engine.repeating(core, count, 20 if run.small else 200)}
+                )
+    return found
+
+
 def run_section(run: Run, name: str) -> None:
     """Runs one section in this process; first what the device can do, where it is held against that."""
     device, size = run.device, (1 << 22, 64) if run.small else (4 << 30, 8192)
-    families = ["llama"] if run.small else ["llama", "qwen3", "gemma3"]
+    families = ["llama"] if run.small else AGREEING
     with tempfile.TemporaryDirectory() as folder:
         works: dict[str, Callable[[], Any]] = {
             "machine": lambda: devices.describe(device),
@@ -228,9 +292,10 @@ def run_section(run: Run, name: str) -> None:
     limits = Roofline.best([measured])
     if name == "kernels":
         run.section(name, lambda: kernel_records(run, limits))
+    elif name == "engine drafts":
+        run.section(name, lambda: {"runs": drafts(run)})
     elif name != "limits":
-        quantization = None if name == "engine bf16" else "fp8"
-        run.section(name, lambda: engine_steps(run, name, limits, quantization))
+        run.section(name, lambda: engine_steps(run, name, limits))
 
 
 @click.command()

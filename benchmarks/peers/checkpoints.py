@@ -79,22 +79,18 @@ class CountedShape(Shape):
 
         return empty_model(ModelConfig(model=str(huggingface(self))), torch.device("meta")).model
 
-    def _layer_params(self, num_experts: int) -> int:
-        count: int = self._model.config.layer_weights(num_experts)
-        return count
-
     @property
     def layer_params(self) -> int:
         """See Shape. Of the experts, those that compute a token are counted."""
         experts = self._model.config.experts
-        return self._layer_params(0 if experts is None else experts.routing.num_chosen)
+        count: int = self._model.config.layer_weights(0 if experts is None else experts.routing.num_chosen)
+        return count
 
     @property
     def stored_params(self) -> int:
         """See Shape."""
-        config = self._model.config
-        layers = self._layer_params(0 if config.experts is None else config.experts.num_experts)
-        return layers + self.hidden * self.vocab_size * (1 if config.tie_word_embeddings else 2)
+        count: int = self._model.config.num_weights
+        return count
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -124,6 +120,24 @@ _DELTA = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 262144,
     "tie_word_embeddings": True,
+}
+_LATENT = {
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
 }
 SHAPES = {
     shape.name: shape
@@ -217,26 +231,7 @@ SHAPES = {
             head_dim=64,
             inner=5472,
             vocab_size=102400,
-            extra={
-                "rms_norm_eps": 1e-6,
-                "max_position_embeddings": 16384,
-                "tie_word_embeddings": False,
-                "q_lora_rank": None,
-                "kv_lora_rank": 512,
-                "qk_nope_head_dim": 128,
-                "qk_rope_head_dim": 64,
-                "v_head_dim": 128,
-                "first_k_dense_replace": 1,
-                "n_routed_experts": 32,
-                "num_experts_per_tok": 6,
-                "n_shared_experts": 2,
-                "moe_intermediate_size": 352,
-                "n_group": 1,
-                "topk_group": 1,
-                "topk_method": "greedy",
-                "norm_topk_prob": False,
-                "routed_scaling_factor": 1.0,
-            },
+            extra={**_LATENT, "n_routed_experts": 32, "moe_intermediate_size": 352},
         ),
         # For what needs no weights of its own (`write_config`).
         Shape(
@@ -250,6 +245,77 @@ SHAPES = {
             inner=14336,
             vocab_size=128256,
             extra={"rms_norm_eps": 1e-5, "max_position_embeddings": 16384, "tie_word_embeddings": False},
+        ),
+        # Qwen3-30B-A3B.
+        CountedShape(
+            "qwen3-30b-a3b",
+            "qwen3_moe",
+            num_layers=48,
+            hidden=2048,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            inner=6144,
+            vocab_size=151936,
+            extra={
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "mlp_only_layers": [],
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 40960,
+                "tie_word_embeddings": False,
+            },
+        ),
+        # gpt-oss-20b, with experts in MXFP4 as its file has them.
+        CountedShape(
+            "gpt-oss-20b",
+            "gpt_oss",
+            num_layers=24,
+            hidden=2880,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            inner=2880,
+            vocab_size=201088,
+            extra={
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+                "sliding_window": 128,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "rope_theta": 150000.0,
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+                "max_position_embeddings": 131072,
+                "tie_word_embeddings": False,
+                "quantization_config": {
+                    "quant_method": "mxfp4",
+                    "modules_to_not_convert": [
+                        "model.layers.*.self_attn",
+                        "model.layers.*.mlp.router",
+                        "model.embed_tokens",
+                        "lm_head",
+                    ],
+                },
+            },
+        ),
+        # DeepSeek-V2-Lite.
+        CountedShape(
+            "deepseek-v2-lite",
+            "deepseek_v2",
+            num_layers=27,
+            hidden=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=64,
+            inner=10944,
+            vocab_size=102400,
+            extra={**_LATENT, "n_routed_experts": 64, "moe_intermediate_size": 1408},
         ),
         # No model's: for trying the harness out.
         Shape(
@@ -279,22 +345,11 @@ sys.exit(llama_cpp.llama_model_quantize(source.encode(), path.encode(), params))
 
 def write_config(shape: Shape, folder: Path) -> Path:
     """A directory with the config.json of a model of this shape alone, for `load_format: dummy`."""
-    kind = "Qwen3" if shape.family == "qwen3" else "Llama"
-    values = {
-        "architectures": [f"{kind}ForCausalLM"],
-        "model_type": kind.lower(),
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 16384,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **_dimensions(shape),
-        **shape.extra,
-    }
+    from tests.fixtures.checkpoints import model_config
+
+    values = model_config(shape.family, **_dimensions(shape), **shape.extra).to_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}), encoding="utf-8")
     return folder
 
 

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.gpu import engine
-from benchmarks.gpu.run_all import main
+from benchmarks.gpu.run_all import ENGINES, main
 from quire_kernels import registry
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.graphs import recorded_steps
@@ -19,19 +19,22 @@ from tests.fixtures.graphs import recorded_steps
 @pytest.mark.row("D27")
 def test_it_measures_kernels_and_the_engine(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    options = ["--only", "machine", "--only", "kernels", "--only", "engine bf16", "--only", "engine fp8"]
+    names = ("machine", "kernels", *ENGINES, "engine drafts")
+    options = [word for name in names for word in ("--only", name)]
     done = CliRunner().invoke(main, ["--device", "cpu", "--small", "--out", str(out), *options])
     assert done.exit_code == 0, done.output
     sections = json.loads(out.read_text("utf-8"))["sections"]
-    assert sections.keys() == {"machine", "limits", "kernels", "engine bf16", "engine fp8"}
+    assert sections.keys() == {*names, "limits"}
     assert not any("failed" in record for record in sections["kernels"]), sections["kernels"]
     operators = {record["case"].split(",")[0].split()[0] for record in sections["kernels"]}
     assert {"attention", "linear", "RMSNorm", "SiLU-mul", "argmax", "sample"} <= operators
     for record in sections["kernels"]:
         assert record["error"] < 0.05 and record["us"] > 0, record
-    for name in ("engine bf16", "engine fp8"):
+    for name in ENGINES:
         assert [point["running"] for point in sections[name]["decode"]] == [1, 4]
         assert sections[name]["mix"]["output_tokens_per_s"] > 0
+    runs = sections["engine drafts"]["runs"]
+    assert [run["proposed"] > 0 for run in runs] == [False, False, True, True]
     assert registry.choices() == {}, "no choice is left behind"
 
 
