@@ -491,10 +491,11 @@ def _processor_template(path: Path) -> str | None:
 def _reserved_template_names() -> frozenset[str]:
     """Returns the names that clients must not set, because they are arguments of the renderer or defined by
     it. For example, `chat_template` would let a request bring its own program."""
+    from jinja2.defaults import DEFAULT_NAMESPACE
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    names = {"messages", "raise_exception", "strftime_now"}
+    names = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
         names |= set(inspect.signature(function).parameters)
     return frozenset(names - {"kwargs"})

@@ -210,7 +210,7 @@ def test_template_kwargs_reach_the_template_and_reserved_ones_do_not(
     whole: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
     whole["chat_template_kwargs"] = {"mood": "!"}
     assert render(tokenizer, whole) == "a!"
-    ours = ("chat_template", "tokenize", "messages", "conversations", "raise_exception")
+    ours = ("chat_template", "tokenize", "messages", "conversations", "raise_exception", "namespace", "range")
     for name in (*ours, "eos_token", "bos_token", "pad_token", "mask_token"):
         whole["chat_template_kwargs"] = {name: "{{ 7 * 7 }}"}
         with pytest.raises(InputError, match=f"messages: chat_template_kwargs must not set '{name}'"):
