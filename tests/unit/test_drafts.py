@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import quire.core.scheduler
-from quire.core.drafts import DraftBudget, Drafter
+from quire.core.drafts import _KEPT, _MOST_TENANTS, DraftBudget, Drafter, OutputsByTenant, RecentOutputs
 from quire.core.request import Request
 from quire.models.kv_groups import KVGroup
 from quire.request.sampling_params import SamplingParams
@@ -67,6 +67,68 @@ def test_a_guess_is_rated_whether_it_was_tried_or_not() -> None:
         drafter.see([1, 2, 3, 4, 1, 2, 3, *behind])
         chances.append(drafter.chance)
     assert chances[0] == chances[1] < before, "behind a wrong token nothing counts"
+
+
+@pytest.mark.row("E24")
+def test_what_followed_in_other_outputs_is_guessed_where_the_own_tokens_tell_nothing() -> None:
+    outputs = RecentOutputs()
+    outputs.add([1, 2, 3, 4, 5, 6])
+    drafter = Drafter(4, outputs=outputs)
+    drafter.see([9, 1, 2, 3])
+    assert drafter.guess == [4, 5, 6]
+    drafter.see([9, 1, 2, 3, 4])
+    assert drafter.guess == [5, 6] and drafter.chance > 0.5
+    drafter.see([9, 1, 2, 3, 4, 9, 1, 2, 3])
+    assert drafter.guess == [4, 9, 1, 2] and drafter.chance == 0.5, "its own tokens first"
+    outputs.add([1, 2, 3, 7])
+    (later := Drafter(2, outputs=outputs)).see([1, 2, 3])
+    assert later.guess == [7], "the latest"
+    later.see([1, 2, 3, 8])
+    assert later.guess == [] and later.chance < 0.5
+    (short := Drafter(2, outputs=outputs)).see([2, 3])
+    assert short.guess == []
+
+
+def test_old_outputs_and_tenants_that_were_not_seen_for_long_are_forgotten() -> None:
+    outputs = RecentOutputs()
+    for number in range(40):
+        outputs.add(list(range(1000 * number, 1000 * number + 999)))
+        assert len(outputs._tokens) <= 2 * _KEPT and len(outputs._after) <= 2 * _KEPT
+    outputs.add(list(range(100_000, 130_000)))
+    for first, known in (
+        (30_000, []),
+        (39_000, [39_003]),
+        (121_700, []),
+        (121_900, [121_903]),
+        (129_000, [129_003]),
+    ):
+        (drafter := Drafter(1, outputs=outputs)).see([first, first + 1, first + 2])
+        assert drafter.guess == known, first
+    tenants = OutputsByTenant()
+    kept = tenants.get(SchedulingParams(tenant="a"))
+    for number in range(2 * _MOST_TENANTS):
+        tenants.get(SchedulingParams(tenant=str(number)))
+        assert tenants.get(SchedulingParams(tenant="a")) is kept
+    assert len(tenants._outputs) == _MOST_TENANTS
+    assert tenants.get(SchedulingParams(tenant="a", cache_salt="s")) is not kept
+
+
+@pytest.mark.row("E24", clauses=("equal",))
+@pytest.mark.parametrize(
+    ("other", "finds"),
+    [({}, True), ({"tenant": "b"}, False), ({"cache_salt": "s"}, False), ({"session": "x"}, True)],
+)
+def test_a_request_finds_drafts_in_the_outputs_of_its_tenant(other: dict[str, Any], finds: bool) -> None:
+    engine = FakeEngine(step_s=0.01, num_draft_tokens=4, num_blocks=100)
+    with eager():
+        for name, values in (("first", {}), ("second", other)):
+            before = engine.scheduler.num_accepted_drafts
+            engine.add(name, 0, 30, prompt=[5, 6, 7], ignore_eos=True, scheduling=SchedulingParams(**values))
+            while engine.scheduler.has_unfinished():
+                engine.step()
+            accepted = engine.scheduler.num_accepted_drafts - before
+            assert (accepted > 20) == (finds and name == "second"), accepted
+    engine.check_outputs()
 
 
 class Unread(list[int]):

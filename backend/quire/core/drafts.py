@@ -6,9 +6,10 @@ are accepted up to the first that differs from the sampled token, so the output 
 (Leviathan et al. 2023, arXiv 2211.17192, preserve the distribution only.)
 
 The guess is prompt lookup, as in Yang et al. 2023, arXiv 2304.04487: what followed an earlier occurrence of
-the newest tokens is expected to follow again. Prompt lookup needs no model, and its accuracy is known at no
-cost, even in steps that did not verify its guess. A draft model, if there is one, guesses in the runner when
-prompt lookup finds nothing or is less often right.
+the newest tokens is expected to follow again. The occurrence is searched in the request itself, then in the
+tenant's latest outputs. Prompt lookup needs no model, and its accuracy is known at no cost, even in steps
+that did not verify its guess. A draft model, if there is one, guesses in the runner when prompt lookup finds
+nothing or is less often right.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from __future__ import annotations
 import bisect
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+
+from quire.request.scheduling_params import SchedulingParams
 
 GRAM = 3
 """Number of newest tokens that must have occurred before, for prompt lookup to guess."""
 _BITS = 21
 """Bits of one token id in a gram's key; the three ids of a gram fill 63."""
 _NEWEST = (1 << GRAM * _BITS) - 1
+_KEPT = 8192
+"""Number of tokens that RecentOutputs keeps when it forgets older ones. It holds up to twice as many, in
+about 2 MB."""
+_MOST_TENANTS = 32
 _WORTH_WAITING = 0.6
 """Acceptance probability from which a request with a row of drafts in every other step is expected to yield
 more than one token per step."""
@@ -44,36 +52,87 @@ _RETRY = 64
 """Number of tokens after which a draft model that was not worth its cost is tried again."""
 
 
+class RecentOutputs:
+    """Tokens of the latest outputs of one tenant."""
+
+    def __init__(self) -> None:
+        self._tokens = array("i")
+        self._after: dict[int, int] = {}
+        """Index of the token after the latest occurrence of each gram, by the gram's key."""
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Adds the tokens of a request that has ended: the last of its prompt, then its output."""
+        if len(self._tokens) + len(token_ids) > 2 * _KEPT:
+            kept, self._tokens = self._tokens[-_KEPT:], array("i")
+            self._after.clear()
+            self._read(kept)
+        self._read(token_ids[-_KEPT:])
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        begin, key = len(self._tokens), 0
+        self._tokens.extend(token_ids)
+        for index, token_id in enumerate(token_ids):
+            if index >= GRAM:
+                self._after[key] = begin + index
+            key = (key << _BITS | token_id) & _NEWEST
+
+    def follow(self, key: int, most: int) -> list[int]:
+        """Returns up to `most` tokens that followed the latest occurrence of a gram; none: it is not here."""
+        found = self._after.get(key)
+        return [] if found is None else self._tokens[found : found + most].tolist()
+
+
+class OutputsByTenant:
+    """RecentOutputs of each tenant, and of each of its cache salts, so that the speed of an answer tells
+    nobody what others were answered. Those of the tenants that used theirs last are kept."""
+
+    def __init__(self) -> None:
+        self._outputs: OrderedDict[tuple[str, str], RecentOutputs] = OrderedDict()
+
+    def get(self, scheduling: SchedulingParams) -> RecentOutputs:
+        """Returns the outputs that a request may look into."""
+        key = scheduling.tenant, scheduling.cache_salt
+        found = self._outputs.setdefault(key, RecentOutputs())
+        self._outputs.move_to_end(key)
+        if len(self._outputs) > _MOST_TENANTS:
+            self._outputs.popitem(last=False)
+        return found
+
+
 class Drafter:
     """Guesses the next tokens of one request.
 
     Args:
         most: most tokens in a guess.
         has_model: whether a draft model can guess, too.
+        outputs: where a gram is searched that the request does not repeat; None: nowhere.
     """
 
     __slots__ = (
         "_after",
+        "_chances",
         "_followers",
         "_has_model",
+        "_is_recent",
         "_key",
         "_keys",
         "_model_tried_at",
         "_most",
         "_num_seen",
-        "chance",
+        "_outputs",
         "guess",
         "model_chance",
         "num_accepted",
         "num_tried",
     )
 
-    def __init__(self, most: int, has_model: bool = False) -> None:
+    def __init__(self, most: int, has_model: bool = False, outputs: RecentOutputs | None = None) -> None:
         self.guess: list[int] = []
         """Tokens that prompt lookup expects to follow those seen; empty: no guess."""
-        self.chance = 0.5
-        """Moving average of prompt lookup's accuracy: the share of guessed tokens that were right, given that
-        those before them were."""
+        self._chances = [0.5, 0.5]
+        self._outputs = outputs
+        self._is_recent = False
+        """Whether the latest guess is from `outputs`."""
         self.model_chance = _HOPED
         """Same as `chance`, for the draft model; updated only by guesses that steps verified."""
         self.num_tried = self.num_accepted = 0
@@ -89,6 +148,16 @@ class Drafter:
         self._after: dict[int, int] = {}
         """Index of the token after the latest occurrence of each gram that later calls of `see` read, by the
         gram's key."""
+
+    @property
+    def chance(self) -> float:
+        """Moving average of prompt lookup's accuracy: the share of guessed tokens that were right, given that
+        those before them were. Guesses from the tenant's outputs have an average of their own."""
+        return self._chances[self._is_recent]
+
+    @chance.setter
+    def chance(self, value: float) -> None:
+        self._chances[self._is_recent] = value
 
     def see(self, token_ids: Sequence[int]) -> None:
         """Reads all tokens so far, prompt and output. Rates the latest guess of prompt lookup by them and
@@ -110,7 +179,11 @@ class Drafter:
                 if index >= GRAM:
                     self._after[self._key] = index
                 self._key = (self._key << _BITS | token_ids[index]) & _NEWEST
-        self.guess = self._follow(token_ids) if end >= GRAM else []
+        self.guess, self._is_recent = [], False
+        if end >= GRAM:
+            self.guess = self._follow(token_ids)
+            if not self.guess and self._outputs is not None:
+                self.guess, self._is_recent = self._outputs.follow(self._key, self._most), True
 
     @property
     def uses_model(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.adapters import Adapter
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core.adapter_slots import AdapterSlots
-from quire.core.drafts import DraftBudget, Drafter
+from quire.core.drafts import GRAM, DraftBudget, Drafter, OutputsByTenant
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policies.admission import AdmissionControl
@@ -115,7 +115,7 @@ class Scheduler:
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self.probation = Probation(config.num_draft_tokens)
-        self._drafts = DraftBudget()
+        self._drafts, self._outputs = DraftBudget(), OutputsByTenant()
         self._has_draft_model = has_draft_model
         self.num_draft_tokens = self.num_accepted_drafts = 0
         """Number of draft tokens that steps verified since start, and how many of them were right."""
@@ -393,7 +393,8 @@ class Scheduler:
                 return
             # A draft model sees no images.
             has_model = self._has_draft_model and request.embeds is None
-            drafter = request.drafter = Drafter(most, has_model)
+            drafter = Drafter(most, has_model, self._outputs.get(request.scheduling))
+            request.drafter = drafter
         drafter.see(request.token_ids)
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
@@ -668,6 +669,9 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._admission.on_departure()
         self.roster.finish(request, reason, is_external=is_external)
+        if request.drafter is not None:
+            begin = max(0, request.num_prompt_tokens - GRAM)
+            self._outputs.get(request.scheduling).add(request.token_ids[begin:])
         if request.group_id not in self.roster.sequences:
             self.groups.pop(request.group_id, None)
 
