@@ -50,16 +50,17 @@ class Scheduler:
     recomputation after a preemption. Policies (`core.policies`) decide the order of admission, the room that
     a request must find, and which steps compute prompts.
 
-    Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks.
-    Only a request of a larger rank is preempted for them; it returns to the queue at the place of its rank.
-    From this follows, but for the time in which a suspect of an engine's death runs alone (`Probation`),
-    - no livelock: the first in rank may preempt all others and none may preempt it, and alone it always fits,
+    Every request has a rank, fixed when it arrives. Running requests get their rows in the order of ranks. A
+    running request is preempted for one of a smaller rank, or itself if it is the last in rank; it returns to
+    the queue and keeps its rank. From this follows, but for beam searches, whose beams wait for each other,
+    and for the time in which a suspect of an engine's death runs alone (`Probation`),
+    - no livelock: the first in rank may preempt all others and none may preempt it, and alone it fits,
     because `max_model_len` is cut to what the pool holds;
-    - no starvation under a policy by which each request becomes the first in rank, as all do with ageing;
+    - no starvation under first come, first served, nor under a policy with ageing;
     - with mixed batches, while the pool has room, a decoding request is in every step: prompts leave room for
     those that decode behind them, and a request joins only a step whose budget has satisfied all others.
     Exceptions: if urgent requests preempt, the prompt of a more urgent one goes before other requests'
-    decoding; a request may wait for its pending tokens, and a beam for the others.
+    decoding; and a request may wait for its pending tokens.
 
     The caller repeats schedule(), execution by a runner, update(); add_request() and abort() may come at any
     point between. If the execution fails, it calls fail() in place of update(). On a device that computes
@@ -96,8 +97,9 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.max_model_len = min(max_model_len, kv.capacity + 1)
-        """Most tokens of prompt and output together. It may exceed the pool by one, because the newest token
-        of a sequence is not in the cache yet. A request that reaches it ends with LENGTH."""
+        """Most tokens of prompt and output together. It may exceed the tokens that the pool holds by one,
+        because the newest token of a sequence is not in the cache yet. Output that reaches it ends, usually
+        with LENGTH."""
         self.num_scheduled_tokens = 0
         self.last_batch = 0, 0
         """Number of rows and tokens of the latest step that had any."""
@@ -118,7 +120,8 @@ class Scheduler:
         self._drafts, self._outputs = DraftBudget(), OutputsByTenant()
         self._has_draft_model = has_draft_model
         self.num_draft_tokens = self.num_accepted_drafts = 0
-        """Number of draft tokens that steps verified since start, and how many of them were right."""
+        """Number of draft tokens that steps verified since start, and how many of them were right. Drafts
+        from the token on that ends a request do not count as right."""
         self._experts = ExpertCounts()
         self._planner = Planner(
             config,
@@ -220,8 +223,8 @@ class Scheduler:
             roster.trace.on_arrival(request)
 
     def _check_joint_spans(self, request: Request) -> None:
-        """Raises InvalidArgumentError for a joint span that might never fit into a step, beside a row of each
-        other sequence."""
+        """Raises InvalidArgumentError for a joint span (an image whose tokens one step must compute together)
+        that exceeds a row's limit, or might never fit into a step beside a row of each other sequence."""
         if request.embeds is None or not request.embeds.is_joint:
             return
         config = self.config
@@ -238,7 +241,7 @@ class Scheduler:
 
     def _check_beams(self, request: Request) -> None:
         """Raises InvalidArgumentError for a beam search whose beams at full length need more blocks than the
-        pool has, because they would preempt each other repeatedly."""
+        pool has, because they might preempt each other repeatedly."""
         width = request.sampling_params.beam_width
         if width == 1:
             return
@@ -255,7 +258,7 @@ class Scheduler:
             )
 
     def expire(self) -> list[EngineCoreOutput]:
-        """Ends requests whose deadline has passed and returns their last outputs; call it before planning a
+        """Ends requests that have missed a deadline and returns their last outputs; call it before planning a
         step."""
         outputs = []
         for request in self.roster.overdue():
@@ -299,8 +302,8 @@ class Scheduler:
         Returns:
             One output per choice that has sampled, per prompt that was pooled, and per request with a row
             that failed alone or could not be processed; either ends that request, with all its choices. A
-            beam search has outputs only at its end. Requests that end here have freed their blocks. Results
-            for requests that have ended since schedule() are ignored.
+            beam search has outputs only at its end. Requests that end here have freed their blocks, except
+            those that are being loaded. Rows of requests that have ended since schedule() have no effect.
         """
         step = self._in_flight.popleft()
         assert scheduler_output is step.output, (scheduler_output.step, step.output.step)
@@ -357,8 +360,8 @@ class Scheduler:
         return outputs
 
     def _take_drafts(self, request: Request, row: ScheduledRequest, result: RowOutput) -> None:
-        """Discards what the row computed after its last right draft, and cuts sampled tokens after one that
-        ends the request."""
+        """Cuts the sampled tokens after one that ends the request, counts the row's drafts, and takes back
+        the computed tokens of drafts that are not used."""
         drafter, num_known = request.drafter, request.num_output_tokens
         assert drafter is not None, request
         for count, token_id in enumerate(result.token_ids, 1):
@@ -382,7 +385,7 @@ class Scheduler:
         self.num_accepted_drafts += num_right
 
     def _guess(self, request: Request) -> None:
-        """Updates the guess of a request's next tokens."""
+        """Updates the guess of a request's next tokens, if the request may have drafts."""
         drafter, params = request.drafter, request.sampling_params
         if drafter is None:
             asked = request.scheduling.num_draft
@@ -398,9 +401,9 @@ class Scheduler:
         drafter.see(request.token_ids)
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
-        """Reports the row's computed prompt tokens and its sampled tokens to the queue policy, and charges
-        the sampled ones to the tenant's quota. After a request's first preemption no prompt tokens are
-        reported."""
+        """Reports the row's computed prompt tokens and sampled tokens to the queue policy, and charges the
+        sampled ones to the tenant's quota. First tokens of choices that fork from the row are left out. After
+        a request's first preemption or failed load no prompt tokens are reported."""
         end = row.num_computed_tokens + row.num_scheduled_tokens
         num_input = 0
         if not request.num_preemptions:
@@ -446,7 +449,7 @@ class Scheduler:
 
     def finish_loads(self, loads_done: Iterable[tuple[int, int]]) -> None:
         """Processes loads that have ended: (load id, number of leading blocks that are valid). The request of
-        an incomplete load waits again."""
+        an incomplete load waits again, unless it has ended."""
         for load_id, num_valid in loads_done:
             request, complete = self.transfers.finish_load(load_id, num_valid)
             if request.is_finished:
@@ -527,7 +530,8 @@ class Scheduler:
         return outputs
 
     def end_waiting(self, adapter: Adapter, error: QuireError) -> list[EngineCoreOutput]:
-        """Ends the requests that wait for an adapter whose weights cannot be read; returns their outputs."""
+        """Ends the queued requests with this adapter, because its weights cannot be read; returns their last
+        outputs."""
         outputs: list[EngineCoreOutput] = []
         for request in list(self.roster.queue):
             if request.adapter is adapter and not request.is_finished:
@@ -548,7 +552,8 @@ class Scheduler:
         )
 
     def _take_back(self, request: Request, row: ScheduledRequest) -> None:
-        """Undoes the planning of a row that was not computed."""
+        """Undoes the planning of a row that failed: its tokens count as not computed, and blocks that they
+        were to fill can no longer be found."""
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
         self.kv.uncache_from(request, row.num_computed_tokens)
         for step in self._in_flight:  # what rows behind it found full may have left the tables
@@ -603,7 +608,7 @@ class Scheduler:
         }
 
     def stats(self) -> SchedulerStats:
-        """Returns the present state; O(waiting)."""
+        """Returns the present state of the scheduler and the block pool; O(waiting requests)."""
         rows, tokens = self.last_batch if self.roster.requests else (0, 0)
         adapters = self.roster.adapters
         return SchedulerStats(
@@ -660,7 +665,7 @@ class Scheduler:
         return [_final_output(request_id, index, requests[0], reason) for index in indices]
 
     def _complete(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request that has generated all its tokens."""
+        """Ends a request, choice or beam because nothing is left to compute for it."""
         request.finish_reason = reason
         self._reservation.on_finished(request)
         self._finish(request, reason)
@@ -681,7 +686,7 @@ class Scheduler:
 
 
 def _final_output(request_id: str, index: int, request: Request, reason: FinishReason) -> EngineCoreOutput:
-    """Returns the last output of a choice that was ended from outside."""
+    """Returns the last output of a choice that was aborted or missed a deadline."""
     output = EngineCoreOutput(
         request_id,
         finish_reason=str(reason),
@@ -694,8 +699,8 @@ def _final_output(request_id: str, index: int, request: Request, reason: FinishR
 
 
 def _tell_drafts(output: EngineCoreOutput, request: Request) -> None:
-    """Adds the counts of verified and accepted drafts to a choice's output; every output may turn out the
-    last, by a stop string."""
+    """Adds the counts of verified and accepted drafts to a choice's output, if it has drafts. Any output may
+    be the choice's last, because the frontend looks for stop strings."""
     if request.drafter is not None:
         output.num_draft_tokens = request.drafter.num_tried
         output.num_accepted_drafts = request.drafter.num_accepted

@@ -13,17 +13,18 @@ from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
 from quire.request.sampling_params import SamplingParams, choice_seed
 
 ApplyResult = Callable[[Request, RowOutput], EngineCoreOutput]
-"""Appends the sampled tokens of a row to its request, ends the request if one of them ends it, and returns
-the output."""
+"""Appends the sampled tokens of a row to its request, up to one that ends it, ends the request then, and
+returns the output."""
 Complete = Callable[[Request, FinishReason], None]
-"""Ends a request that has generated all its tokens."""
+"""Ends a request with this reason, because nothing is left to compute for it."""
 
 
 class SequenceGroup:
     """The sequences of a request that has several (`SamplingParams.num_sequences`).
 
-    There is one sequence until the prompt is computed. Then every choice becomes a request of its own. The
-    choices can share the full blocks of the prompt and are otherwise independent, except for their common id.
+    A new request has one sequence until its prompt is computed. Then every choice becomes a request of its
+    own. Choices can share the full blocks of the prompt and have an id in common. They are sampled
+    independently (beams are not: see `BeamSearch`), but an error of one ends all.
 
     Args:
         request: the first choice; before the fork it stands for all of them.
@@ -31,8 +32,8 @@ class SequenceGroup:
     """
 
     is_ranked = False
-    """Whether the choices compete. Ranked choices are known only when all have ended, and cannot be ended one
-    by one."""
+    """Whether the choices are the best of a search. They are then known only at its end, and cannot be ended
+    one by one."""
 
     def __init__(self, request: Request, live: Mapping[int, Request]) -> None:
         self.request_id = request.request_id
@@ -102,8 +103,9 @@ class SequenceGroup:
         return self._continue(parent, index, token_ids, own)
 
     def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
-        """Returns a new request for the choice `index`, with the given tokens and parameters and the other
-        settings of `parent`. Its tokens must agree with those of `parent` in all blocks that have a hash."""
+        """Returns a new request for the choice or beam `index`, with the given tokens and parameters, and in
+        most else like `parent`. It takes over the block hashes of `parent`. If its tokens differ in a block
+        that has a hash, the caller must clear them."""
         child = Request(
             f"{self.request_id}#{index}",
             token_ids[: parent.num_prompt_tokens],
@@ -190,7 +192,7 @@ class BeamSearch(SequenceGroup):
         candidates follow, best first.
 
         When all beams have reported, their continuations become the beams of the next step, or the request
-        ends. Only its end has outputs: one for each of the `n` sequences.
+        ends. Only the end of the request has outputs: one for each of the `n` sequences.
         """
         assert result.logprobs, f"{request}: no candidates"
         if request.num_output_tokens == 0:
@@ -213,8 +215,8 @@ class BeamSearch(SequenceGroup):
         return outputs
 
     def _choose(self, request: Request) -> list[_Candidate]:
-        """Keeps the candidates that end, and returns those that become the next beams, best first; empty: the
-        search is over. `request`: any present beam."""
+        """Keeps candidates that end, if they are among the first `beam_width`. Returns those that become the
+        next beams, best first; empty: the search is over. `request`: any present beam."""
         width = self._params.beam_width
         num_output = request.num_output_tokens + 1
         going_on: list[_Candidate] = []
@@ -231,8 +233,8 @@ class BeamSearch(SequenceGroup):
         return going_on
 
     def _results(self) -> list[EngineCoreOutput]:
-        """Returns the outputs of the `n` best ended sequences, best first. If bans left fewer, the remaining
-        outputs have no tokens and end with LENGTH."""
+        """Returns the outputs of the `n` best ended sequences, best first. If fewer have ended, the
+        remaining outputs have no tokens and end with LENGTH."""
         wanted = self._params.logprobs
         outputs = []
         for index in self.open_indices:
@@ -271,8 +273,8 @@ class BeamSearch(SequenceGroup):
         self._ended.sort(key=lambda other: -other.score)
 
     def _is_settled(self, best: float, num_output: int, max_output: int) -> bool:
-        """Returns whether enough sequences are kept and, by the rule of `early_stopping`, running beams are
-        not expected to improve on them. `best`: the best running beam's sum of log-probabilities."""
+        """Returns whether enough sequences are kept, and the search may stop then by the rule of
+        `early_stopping`. `best`: sum of log-probabilities of the best candidate that would continue."""
         params = self._params
         if len(self._ended) < params.beam_width:
             return False
@@ -311,8 +313,8 @@ class BeamSearch(SequenceGroup):
         self._reports.clear()
 
     def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:
-        """Returns the log-probabilities of the beam's output tokens and of the candidate's token; empty: they
-        are not wanted."""
+        """Returns the log-probabilities of the output tokens of the candidate's beam and of its own token;
+        empty: they are not wanted."""
         if self._params.logprobs is None:
             return []
         report, wanted = self._reports[candidate.beam], self._params.logprobs

@@ -9,8 +9,8 @@ from quire.outputs import ScheduledRequest, SchedulerOutput
 
 
 class Step:
-    """A planned step: the scheduler output for the runner, and what the scheduler needs until the step is
-    computed.
+    """A planned step: the scheduler output for the runner, and what the scheduler needs until it has
+    processed the results.
 
     `output.scheduled`, `requests` and `newly_cached` are parallel lists: running requests in the order of
     their ranks, then requests that were admitted after these got their rows.
@@ -21,7 +21,7 @@ class Step:
     def __init__(self, number: int, budget: int) -> None:
         self.output = SchedulerOutput(number)
         self.budget = budget
-        """Number of tokens that may still be added."""
+        """Number of tokens that may still be added to the step."""
         self.requests: list[Request] = []
         self.newly_cached: list[Sequence[tuple[bytes, int]]] = []
         """For each row, the (key, block id) of the blocks and snapshots that its planning offered to the

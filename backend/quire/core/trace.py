@@ -1,4 +1,4 @@
-"""SchedulerTrace: records every step as one JSON line, for replay, plots and debugging."""
+"""SchedulerTrace: records executed steps, for replay, plots and debugging; in a file, one JSON line each."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class SchedulerTrace:
             search dropped,
         end (s, when the step was done), num_free_blocks, num_running, num_waiting.
     benchmarks/simulator/replay.py makes the scheduler's calls again, but for refused requests and control
-    commands. It refuses traces with drafts, beam search, KV tiers, adapters or async_scheduling. Choices that
-    have forked have ids of their own, "id#index"; the first keeps the request's id, but in ended is "id#0".
+    commands. It refuses traces with drafts, beam search, KV tiers, adapters or async_scheduling, and replays
+    a request that continues after an engine's death without its output so far. Choices that have forked have
+    ids of their own, "id#index"; the first keeps the request's id, but in ended is "id#0".
 
     Args:
         path: the file to append to; None: records are kept in memory.
@@ -73,8 +74,8 @@ class SchedulerTrace:
     ) -> None:
         self.records: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        """Event `engine`, which describes the engine. A file gets it as the first record; it is not in
-        `records`. Empty: no engine was described."""
+        """Event `engine`, which describes the engine. A file gets it before the trace's other records; it is
+        not in `records`. Empty: no engine was described."""
         self.block_size = block_size
         self.clock = clock
         self._file: BinaryIO | None = None
@@ -122,7 +123,7 @@ class SchedulerTrace:
         self._preempted.append(request.request_id)
 
     def on_finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Records that a request has ended; `is_external`: it was ended from outside the scheduler."""
+        """Records that a request has ended; `is_external`: it was aborted, or missed a deadline."""
         if is_external:
             in_flight, request_id, params = bool(self._records), request.request_id, request.sampling_params
             if request.num_sequences < params.num_sequences and params.beam_width == 1:
@@ -158,8 +159,8 @@ class SchedulerTrace:
         self._arrivals, self._ended, self._preempted = [], [], []
 
     def end_step(self, stats: SchedulerStats) -> None:
-        """Completes the record of the oldest step, which is done or has failed; no effect if no step was
-        begun."""
+        """Completes and keeps the record of the oldest step, which is done or has failed; no effect if no
+        step is under way."""
         if not self._records:
             return
         record = self._records.popleft()
@@ -171,7 +172,7 @@ class SchedulerTrace:
         self._write(record)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Writes an event between steps as a record of its own: {"event": kind, "time": ...}."""
+        """Writes an event as a record of its own: {"event": kind, "time": ...} and `values`."""
         self._write({"event": kind, "time": self.clock(), **values})
 
     def close(self) -> None:
@@ -179,8 +180,9 @@ class SchedulerTrace:
             self._file.close()
 
     def _carry_over(self, record: dict[str, Any]) -> None:
-        """Moves arrivals, ends and preemptions of a plan that was never executed to the next record. Nothing
-        was in flight after it, so arrivals and ends that came later are no longer marked as in flight."""
+        """Moves arrivals, ends and preemptions of a plan that was never executed to the next record. Arrivals
+        and ends that came after it are no longer marked as in flight: without async_scheduling, nothing
+        was."""
         for arrival in self._arrivals:
             arrival.pop("in_flight", None)
         for entry in self._ended:

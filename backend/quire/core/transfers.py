@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class BlockTransfers:
     """Connects the pool to the KV tiers; without tiers, prefixes are found in the pool alone.
 
-    Computed blocks are written through to the tiers, so eviction needs no copy, and a restarted engine finds
+    Cached blocks are written through to the tiers, so eviction needs no copy, and a restarted engine finds
     the blocks in tiers that outlive it. A request whose blocks are being loaded takes part in no step until
-    the load ends. The blocks of a load belong to it until then, even if its request ends before.
+    the load ends. Blocks that a load fills stay allocated until it ends, even if their request ends before.
 
     Args:
         should_swap: returns whether to swap n blocks out and back rather than compute m tokens.
@@ -36,7 +36,8 @@ class BlockTransfers:
         self.kv = kv
         self.tiers = tiers
         self.num_loaded_tokens = 0
-        """Number of tokens since start that were not computed, thanks to complete loads from the KV tiers."""
+        """Number of tokens since start that need not be computed, thanks to complete loads from the KV tiers;
+        an upper bound for models with windows or states."""
         self.num_swaps = 0
         self._should_swap = should_swap
         self._saves: list[KVSave] = []
@@ -50,7 +51,8 @@ class BlockTransfers:
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
-        """Returns the bytes per second to the tiers and back; None: not measured."""
+        """Returns the bytes per second to the tiers and back; None: not measured, or there are no
+        tiers."""
         if self.tiers is None:
             return None, None
         return self.tiers.save_bytes_per_s, self.tiers.load_bytes_per_s
@@ -92,7 +94,8 @@ class BlockTransfers:
             self.tiers.prefetch(keys)
 
     def find_prefix(self, request: Request) -> CachedPrefix | None:
-        """Returns the longest cached prefix of the request; None: another request is loading blocks of it."""
+        """Returns the longest cached prefix that the request may use; None: a load under way brings blocks of
+        it."""
         if self.tiers is None:
             return self.kv.find_prefix(request)
         prefix = self.kv.find_prefix(request, self.tiers.contains if request.uses_tiers else None)
@@ -153,7 +156,8 @@ class BlockTransfers:
             self._invalid_loads.add(request.load_id)
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Plans to write computed blocks through to the tiers, with the next step.
+        """Plans to write these blocks through to the tiers, with the next step; they are computed before it.
+        No effect without tiers.
 
         Blocks that can no longer be found are left out. Their content may be overwritten, because a step
         launched ahead reuses them or the cache was emptied meanwhile.

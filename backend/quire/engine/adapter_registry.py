@@ -1,7 +1,7 @@
 """AdapterRegistry: the LoRA adapters that an engine knows, by name, and their weights in host memory.
 
-A separate thread reads the directories, so that no step waits for them. All other work is done on the
-engine's thread.
+After the engine's start, a separate thread reads the directories, so that no step waits for them. All
+other work is done on the engine's thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ logger = logging.getLogger("quire")
 MAX_ADAPTERS = 1024
 """Number of adapters at which an engine refuses to load more by command."""
 READ_WAIT_S = 0.01
-"""Seconds that an engine with nothing to compute waits for weights before it looks for messages again."""
+"""Most seconds that an engine with nothing to compute waits for weights before it looks for messages
+again."""
 MAX_PENDING = 64
 """Most commands that wait for their directories to be read or for requests to end."""
 
@@ -65,7 +66,7 @@ class AdapterRegistry:
         self._config, self._info = config, info
         self._by_name: dict[str, Adapter] = {}
         self._missing: dict[str, tuple[SavedAdapter, str]] = {}
-        """Adapters of a dead engine that could not be read, and why."""
+        """Adapters of a dead engine that could not be read again or have changed, and the error."""
         self._weights: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
         """Weights in host memory, the least recently used first."""
         self._numbers = itertools.count(1)
@@ -79,9 +80,10 @@ class AdapterRegistry:
         self.requests: Mapping[str, Request] = {}
         """The scheduler's unfinished requests by id."""
         self.on_done: Callable[[], None] = lambda: None
-        """Called when a read has ended, usually on the reading thread; `poll` processes the result."""
+        """Called when a background read has ended, usually on the reading thread; `poll` processes the
+        result."""
         self.on_change: Callable[[SavedAdapters], None] = lambda saved: None
-        """Called with the present adapters whenever they change."""
+        """Called with the result of `saved` when an adapter was added, dropped or got another path."""
         if saved is None:
             for name, path in config.lora_modules.items():
                 self._add(name, path, self._read(Path(path), None))
@@ -108,7 +110,7 @@ class AdapterRegistry:
         return missing | present
 
     def get(self, name: str, digest: str = "") -> Adapter:
-        """Returns the adapter that a new request names.
+        """Returns the adapter that a request names when it comes to this engine.
 
         Args:
             digest: hexadecimal digest of the content that it must have; empty: any.
@@ -133,7 +135,7 @@ class AdapterRegistry:
         return any(one is adapter for one, _ in self._drains)
 
     def listing(self) -> list[AdapterStatus]:
-        """Returns the status of all adapters, in the order of their names."""
+        """Returns the status of all loaded adapters, in the order of their names."""
         if self.slots is None:
             return []
         counts = {one: [0, 0] for one in self._by_name.values()}
@@ -205,15 +207,15 @@ class AdapterRegistry:
         )
 
     def wait(self) -> None:
-        """Waits until a background read of a registered adapter's weights ends, at most READ_WAIT_S. Returns
-        at once if none is under way."""
+        """Waits until a background read of dropped weights ends, at most READ_WAIT_S. Returns at once if none
+        is under way."""
         if self._reads:
             wait(self._reads.values(), READ_WAIT_S, return_when=FIRST_COMPLETED)
 
     def poll(self) -> list[tuple[Adapter, QuireError]]:
-        """Keeps the weights of finished reads, unloads leaving adapters that no request uses any more, and
-        answers the commands to load and unload that are done. Returns the adapters whose weights could not be
-        read again, each with the error."""
+        """Keeps the weights of finished reads, unloads leaving adapters that no request uses any more, adds
+        the adapters that commands have loaded, and answers commands that are done. Returns the adapters whose
+        weights could not be read again, each with the error."""
         failed = []
         for adapter, future in [one for one in self._reads.items() if one[1].done()]:
             del self._reads[adapter]
@@ -281,8 +283,8 @@ class AdapterRegistry:
             self._weights.popitem(last=False)
 
     def _find_weights(self, adapter: Adapter) -> AdapterWeights | None:
-        """Returns an adapter's weights from host memory; None: they are not there; a read of them begins or
-        is under way."""
+        """Returns an adapter's weights from host memory; None: they are not there, and a read of them begins
+        or is under way."""
         found = self._weights.get(adapter)
         if found is not None:
             self._weights.move_to_end(adapter)
@@ -304,13 +306,14 @@ class AdapterRegistry:
         return len({one.group_id for one in self.requests.values() if one.adapter is adapter})
 
     def drop_weights(self) -> None:
-        """Frees the memory of all weights, because the engine goes to sleep; they are read again later."""
+        """Frees the memory of all weights, because the engine goes to sleep, and empties the slots. Weights
+        are read again when they are needed."""
         self._weights.clear()
         if self.slots is not None:
             self.slots.clear()
 
     def close(self) -> None:
-        """Ends the reading thread."""
+        """Lets the reading thread end after the read under way; does not wait for it."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

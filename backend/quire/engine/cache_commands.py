@@ -1,4 +1,4 @@
-"""Commands to the engine other than generation (`cache_control`), and the parser of clients' commands."""
+"""Commands that clients give the engine through the input `cache_control`, and their parser."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Inspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="reset"):
-    """Empties the prefix cache, its pins and the tiers; running requests go on."""
+    """Empties the prefix cache and the KV tiers, and releases all pins; requests keep their blocks."""
 
 
 class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unpin"):
@@ -51,12 +51,13 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="requests"):
     """Lists the running and waiting requests (`core/request_list.py`) of `tenant`, or of all tenants.
 
-    A client may list its own tenant's requests even if cache commands are not allowed, because it may cancel
-    them.
+    Without `tenant` and `all`, a client may give the command even if cache commands are not allowed, because
+    it may cancel its own tenant's requests.
     """
 
     tenant: _Name = ""
-    """Tenant whose requests are listed; empty: the tenant of the request that carries the command."""
+    """Tenant whose requests are listed. Empty: the tenant of the request that carries the command, or with
+    `all` every tenant."""
     all: bool = False
 
     def __post_init__(self) -> None:
@@ -80,11 +81,12 @@ class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     requests."""
 
     drain: bool = False
-    """Whether present requests may finish first. New ones are refused meanwhile."""
+    """Whether present requests may finish first. New ones are refused meanwhile, except those that continue
+    after an engine's death."""
 
 
 class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="wake"):
-    """Wakes a sleeping engine; the answer comes when requests can be computed."""
+    """Wakes a sleeping engine; the answer comes when it is awake or cannot be woken."""
 
 
 class LoadAdapter(
@@ -109,14 +111,15 @@ class UnloadAdapter(
 
     name: _AdapterName
     drain: bool = False
-    """Whether present requests may finish first. New ones are refused meanwhile."""
+    """Whether present requests with the adapter may finish first. New ones with it are refused meanwhile."""
 
 
 class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="adapters"):
     """Lists the LoRA adapters (`adapters`: a list of AdapterStatus); also returns `max_loras` and
     `max_model_len`.
 
-    The answer contains nothing of requests or the cache, so this is allowed even if cache commands are not.
+    The answer tells of requests only how many use each adapter, so this is allowed even if cache commands are
+    not.
     """
 
 
@@ -141,7 +144,7 @@ def parse_cache_command(data: bytes) -> CacheCommand:
     """Parses a client's command from JSON.
 
     Raises:
-        InvalidArgumentError: the text is too long, not JSON, or no known command. The message names
+        InvalidArgumentError: the text is too long, not JSON, or no valid command. The message names
             `cache_control` and repeats nothing of what the client sent.
     """
     if len(data) > MAX_COMMAND_BYTES:

@@ -25,7 +25,7 @@ class _Command:
     """Answer of each engine that received the command; None: not answered yet."""
 
     def answer(self) -> CommandResult | None:
-        """Combines the answers of all engines; None: one is still missing.
+        """Combines the answers of the engines that received the command; None: one is still missing.
 
         The answer of a single engine is returned unchanged. With several engines, a cancellation succeeds if
         one of them had the request; if none had it and one died, the error of that one is returned. Any other
@@ -48,7 +48,8 @@ class EngineClient:
     """Sends messages to engines and receives their answers.
 
     Each engine has a link of its own, and each request uses one link from its beginning to its end. The death
-    of an engine affects only its link's requests, and the commands that it has not answered.
+    of an engine affects only its link's requests, the commands that it has not answered, and new commands
+    until another engine replaces it.
 
     One thread owns the client. Other threads may call only `wake`, `info` and `is_ready`.
 
@@ -59,8 +60,8 @@ class EngineClient:
     def __init__(self, links: Sequence[EngineLink]) -> None:
         self.links = tuple(links)
         self._requests: dict[EngineLink, set[str]] = {link: set() for link in links}
-        """Ids of the open requests of each link. The link's engine has them; after its death, the next engine
-        gets them."""
+        """Ids of the open requests of each link. The link's engine has them; after its death they wait for
+        the next engine."""
         self._commands: dict[str, _Command] = {}
         """Commands without a full answer yet, by token."""
         self._poller = zmq.Poller()
@@ -91,7 +92,8 @@ class EngineClient:
         """Sends a request to the engine that has it, or to one chosen for it.
 
         Raises:
-            UnavailableError: no engine is running; says why, and when to retry if known.
+            UnavailableError: that engine is not running (for a new request: none is); says why, and when to
+                retry if known.
         """
         link = self.link_of(request.request_id) or self._choose_link()
         link.send(request)
@@ -103,7 +105,7 @@ class EngineClient:
         return min(self.links, key=lambda link: (not link.is_up, len(self._requests[link])))
 
     def link_of(self, request_id: str) -> EngineLink | None:
-        """Returns the link that has an open request; None: no engine was given the request."""
+        """Returns the link that has an open request; None: no link has it."""
         return next((link for link, request_ids in self._requests.items() if request_id in request_ids), None)
 
     def requests_of(self, link: EngineLink) -> AbstractSet[str]:

@@ -1,4 +1,4 @@
-"""EngineConnection: a frontend's socket to the engine. Owned by one thread."""
+"""EngineConnection: a frontend's socket to the engine, used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ logger = logging.getLogger("quire")
 
 HELLO_TIMEOUT_S = 30.0
 THAWED_S = 1.0
-"""Seconds that an engine must be seen overdue before it is killed. After all processes were frozen, a healthy
-engine seems overdue for a moment."""
+"""Seconds that a frontend waits on, after it first finds an engine overdue or without an answer, before it
+kills the engine. After all processes were frozen, a healthy engine seems overdue for a moment."""
 CONNECT_ATTEMPTS = 3
 
 
 class EngineEndedError(UnavailableError):
-    """The engine ended before it could be reached or answered."""
+    """The engine ended before it could be reached, or before it answered."""
 
 
 def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[EngineConnection, EngineInfo]:

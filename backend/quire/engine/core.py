@@ -70,15 +70,16 @@ from quire_common.host_memory import resident_bytes
 logger = logging.getLogger("quire")
 
 LOAD_WAIT_S = 0.05
-"""Seconds that an engine with nothing to compute waits for a KV tier before it looks for messages again."""
+"""Most seconds that an engine with nothing to compute waits for a KV tier before it looks for messages
+again."""
 
 
 PROBE_ID = "probe"
-"""Id of the request that a health check computes; it belongs to no client."""
+"""Id of the request of its own that an idle engine computes for a health check."""
 ASLEEP = 'the engine is asleep: cache_control {"command": "wake"} wakes it'
 MAX_FAILED_STEPS = 5
-"""Number of failed steps in a row after which the engine ends: the cause persists, and a new process may
-help."""
+"""Number of failures in a row, without a computed step between, after which the engine gives up: the cause
+persists, and a new process may help. Steps that fail together count once."""
 
 
 class EngineCore:
@@ -117,7 +118,8 @@ class EngineCore:
             events=self._events,
         )
         self.fingerprint = _fingerprint(config, info, executor.kv_cache.block_bytes)
-        """Fingerprint of everything that decides the bits of keys and values; empty: not needed."""
+        """Fingerprint by which other engines know whether they would compute the same blocks
+        (`kv_tiers/fingerprint.py`); empty: it is not needed."""
         self.tiers = make_tiers(cache, executor.kv_cache, self.fingerprint)
         executor.attach(self.tiers)
         self.adapters = AdapterRegistry(config.adapters, info, saved)
@@ -140,7 +142,7 @@ class EngineCore:
         """Number of steps since start that computed something."""
         self.observer = StepObserver(self.scheduler, info)
         self._num_failures = 0
-        """Number of steps that have failed in a row up to now."""
+        """Number of failures since the latest step that was computed; steps that fail together count once."""
         self._rest = ""
         """Why requests are refused: the engine is asleep, or about to sleep; empty: it is awake."""
         self._seeds = itertools.count()
@@ -161,7 +163,7 @@ class EngineCore:
         adapter: str = "",
         adapter_digest: str = "",
     ) -> None:
-        """Queues a request; it takes part in the next step if there is room.
+        """Queues a request; it may take part in the next step that is planned, if there is room.
 
         Args:
             num_deaths: number of deaths of its engines, as in `AddRequest`. Above 0 the request continues,
@@ -173,13 +175,14 @@ class EngineCore:
                 any.
 
         Raises:
-            InvalidArgumentError: no adapter of that name and content (field `lora_name`), empty prompt, token
-                id outside the vocabulary, a prompt longer than max_model_len or (refused by the scheduler)
-                than the KV cache can ever hold, or a parameter that the model or the configuration does not
-                allow.
+            InvalidArgumentError: the request is wrong or can never be computed here. For example, there is no
+                adapter of that name and content (field `lora_name`), the prompt is empty or longer than
+                max_model_len or the KV cache allow, a token id is outside the vocabulary, the id is in use,
+                or the model or the configuration does not allow a parameter.
             UnavailableError: the queue is full, a quota is used up, the predicted wait is too long, the
-                adapter is being unloaded, or the engine is asleep or about to sleep. A continued request is
-                accepted until the engine sleeps, because whoever asked for sleep could not know of it.
+                adapter is being unloaded, or the engine is asleep or about to sleep. An engine that is only
+                about to sleep accepts continued requests, because whoever asked for sleep could not know of
+                them.
         """
         if self.is_asleep or (self._rest and not num_deaths):
             raise UnavailableError(self._rest)
@@ -234,9 +237,9 @@ class EngineCore:
         return self._num_failures >= MAX_FAILED_STEPS
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
-        """Plans and launches a step. Once `executor.depth` steps are in flight, processes the oldest of them;
-        after a plan without rows, all of them. Returns their outputs, and the last outputs of requests whose
-        deadlines have passed or whose adapters cannot be read.
+        """Plans a step, and launches it if there is work for the runner. Once `executor.depth` steps are in
+        flight, processes the oldest of them; after a plan without rows, all of them. Returns their outputs,
+        and the last outputs of requests whose deadlines have passed or whose adapters cannot be read.
 
         Args:
             meanwhile: called while another thread computes, with the future of its work. It may add and abort
@@ -244,17 +247,17 @@ class EngineCore:
 
         If the executor allows several steps in flight, a new one is launched before the oldest is waited for.
         Sampled tokens then stay on the device for the next step, and the host learns of them later. So a
-        request that ends by a stop token has one row too many, whose result is dropped, and a new request
+        request that ends by a stop token may have a row too many, whose result is dropped, and a new request
         waits for all steps in flight.
 
-        An exception of the runner ends every request in the steps in flight with an error. The engine can
-        continue: the next step drops their rows from the runner. A KeyboardInterrupt while a step is computed
-        ends these requests, too, and is raised again.
+        An exception of the runner, other than WorkerLostError, ends every request in the steps in flight with
+        an error. The engine can continue: the next step drops their rows from the runner. A KeyboardInterrupt
+        while a step is computed ends these requests, too, and is raised again.
 
         Raises:
             WorkerLostError: a worker process has ended.
-            EngineError: MAX_FAILED_STEPS steps in a row have failed. After this or any other `Exception` the
-                engine is unusable; its requests are still open.
+            EngineError: there were MAX_FAILED_STEPS failures in a row. After this or any other `Exception`
+                the engine is unusable; its requests are still open.
         """
         if self._is_broken:
             raise EngineError(f"the latest {self._num_failures} steps of the engine have all failed")
@@ -312,8 +315,8 @@ class EngineCore:
         return self.scheduler.update(planned, result)
 
     def _fail(self, error: BaseException) -> list[EngineCoreOutput]:
-        """Fails the present step and all steps in flight, since each depends on earlier ones; returns the
-        last outputs of their requests."""
+        """Fails all steps in flight, since each depends on earlier ones; returns the last outputs of their
+        requests."""
         self._num_failures += 1
         steps, oldest = len(self._in_flight), self._in_flight[0]
         request_ids = [row.request_id for row in oldest.scheduled]
@@ -328,9 +331,9 @@ class EngineCore:
         return self.scheduler.fail(message)
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
-        """Executes a command that inspects the engine or empties the cache; running requests are not
-        disturbed. `Sleep` and `Wake` are handled by `begin_sleep`, `sleep` and `wake`. `Profile` is handled
-        by `StepObserver.begin_profile`, commands that change adapters by `AdapterRegistry.begin`.
+        """Executes a command that inspects the engine, empties the cache or releases pins; running requests
+        go on. `Sleep` and `Wake` are handled by `begin_sleep`, `sleep` and `wake`. `Profile` is handled by
+        `StepObserver.begin_profile`, commands that change adapters by `AdapterRegistry.begin`.
 
         In a healthy engine with requests, `num_finished_steps` keeps increasing.
         """
@@ -370,7 +373,7 @@ class EngineCore:
 
     @property
     def is_resting(self) -> bool:
-        """Whether requests are refused because the engine is asleep or about to sleep."""
+        """Whether new requests are refused because the engine is asleep or about to sleep."""
         return bool(self._rest)
 
     def begin_sleep(self, command: Sleep) -> None:
@@ -386,8 +389,8 @@ class EngineCore:
     def sleep(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
         """Frees the memory of weights and KV cache until `wake`; the process and its frontends stay.
 
-        Cached prefixes, pins and the host tier are emptied. Blocks on disk or in a connector are found again
-        later.
+        Cached prefixes, pins and the host tier are emptied. Blocks on disk are found again later, as are
+        those in a connector that keeps them.
 
         Args:
             meanwhile: called while another thread works, with the future of that work.
@@ -419,7 +422,8 @@ class EngineCore:
             `seconds` that it took, and `resident_bytes` of this process.
 
         Raises:
-            QuireError: the weights cannot be loaded. The engine stays asleep, and `wake` may be tried again.
+            QuireError: the engine could not be woken, for example because the weights cannot be loaded. It
+                stays asleep, and `wake` may be tried again.
         """
         began = time.monotonic()
         if self.is_asleep:
@@ -443,7 +447,8 @@ class EngineCore:
                 self._publisher.publish(batch)
 
     def close(self) -> None:
-        """Ends the threads, after the disk tier has written its queue."""
+        """Ends the executor with its processes, the tiers and the other threads; waits until the disk tier
+        has written its queue."""
         self.executor.close()
         self.adapters.close()
         if self.tiers is not None:
@@ -460,12 +465,12 @@ class EngineCore:
         return self.scheduler.start_trace(self.config.cache, path)
 
     def warm_up(self) -> None:
-        """Computes a prompt and decode steps, greedy and sampled, so that no request pays for first use. If
-        blocks have more than three tokens, none is filled, so nothing stays in the cache. Raises EngineError
-        if a step fails.
+        """Computes a prompt and, if the model generates, decode steps, greedy and sampled, so that requests
+        need not wait for first use. If blocks have more than three tokens, none is filled, so nothing stays
+        in the cache. Raises EngineError if a step fails.
 
-        On a device with graphs, steps of all sizes are recorded before that. Kernels are tuned only during
-        this recording; a step recorded afterwards would keep untuned defaults for shapes that were not timed.
+        If steps are recorded as graphs, they are recorded before that. Kernels are tuned only during this
+        recording; a step recorded afterwards would keep untuned defaults for shapes that were not timed.
         """
         self.executor.warm_up()
         num_tokens = max(1, min(self.kv.block_size, self.info.max_model_len) - 3)
@@ -499,11 +504,12 @@ class EngineCore:
 
     @property
     def next_expiry(self) -> float:
-        """When the next pin or cached block expires, on the scheduler's clock; inf: never."""
+        """Time before which no pin and no cached block expires, on the scheduler's clock; inf: none is due
+        to."""
         return self.kv.next_expiry
 
     def _expire(self) -> None:
-        """Releases expired pins and cached blocks; without steps nothing else does."""
+        """Releases expired pins and forgets expired cached blocks, as the planning of each step does."""
         self.kv.expire(self.scheduler.roster.clock())
 
 
@@ -549,7 +555,7 @@ def _publisher(config: KVEventsConfig) -> KVEventPublisher | None:
 
 
 def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
-    """Returns the only output of a request that never ran: its error."""
+    """Returns the output that ends a refused request: its error."""
     return EngineCoreOutput(
         request_id,
         finish_reason=FinishReason.ERROR.value,

@@ -52,7 +52,7 @@ class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
         """Returns a copy as a torch tensor on the device; the writer may free its memory afterwards.
 
         Raises:
-            UnavailableError: the writer is gone.
+            UnavailableError: the memory cannot be opened, as when the writer is gone.
             EngineError: another call of CUDA fails.
         """
         cudart = _runtime()

@@ -26,7 +26,8 @@ class RunnerBase(Protocol):
         flight."""
 
     def reset(self) -> None:
-        """Drops the steps in flight: one has failed, and the requests of all of them end."""
+        """Drops the steps in flight: one has failed or was interrupted, and the requests of all of them
+        end."""
 
     def warm_up(self) -> None:
         """Does the work that must precede requests, such as recording graphs."""
@@ -41,21 +42,22 @@ class Runner(RunnerBase, Protocol):
     """Computes steps: `ModelRunner` on its caller's thread, `WorkerGroup` in other processes."""
 
     def launch(self, output: SchedulerOutput) -> None:
-        """Begins a step; its sampled tokens stay on the device for later steps."""
+        """Begins a step, or computes it at once; `collect` returns its result. Later steps find its sampled
+        tokens in the runner."""
 
     def sleep(self) -> None:
-        """Frees the memory of weights and KV cache, none of which is in use; `info` stays."""
+        """Frees the memory of weights and KV cache; `info` stays. Called while no step is in flight."""
 
     def wake(self) -> None:
         """Loads the weights again, makes a new `kv_cache`, and warms up; may be called again after a failure.
 
         Raises:
-            QuireError: the checkpoint is gone or has changed, or there is not enough memory.
+            QuireError: for example, the checkpoint is gone or has changed, or there is not enough memory.
         """
 
     def collect(self) -> ModelRunnerOutput:
-        """Waits for the oldest launched step and returns its result; raises if a step in flight has
-        failed."""
+        """Waits for the oldest launched step and returns its result. Raises if that step has failed; on some
+        devices also if one launched behind it has."""
 
 
 class Executor(RunnerBase, Protocol):
@@ -63,7 +65,7 @@ class Executor(RunnerBase, Protocol):
     executor."""
 
     depth: int
-    """Most steps in flight when the oldest is waited for: 1, or more on a device with a queue."""
+    """Most steps in flight when the oldest is waited for: 1, or more if steps are launched ahead."""
 
     def launch(self, output: SchedulerOutput) -> None:
         """Accepts a step, which begins at the latest when collect() is called next."""
@@ -144,7 +146,8 @@ class RunnerExecutor:
 
 
 def _done(work: Callable[[], T]) -> Future[T]:
-    """Returns a finished future with the result or the error of `work`, which is done at once."""
+    """Does the work at once; returns a finished future with its result or its error, if that is an
+    `Exception`."""
     future: Future[T] = Future()
     try:
         future.set_result(work())

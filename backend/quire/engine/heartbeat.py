@@ -40,7 +40,8 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, now, now + limit_s if limit_s else math.inf)
 
     def rest(self) -> None:
-        """Records that the engine waits for messages, so that it cannot be overdue."""
+        """Records that the engine waits for messages, or does work without a time limit, so that it is not
+        overdue until the next `beat`."""
         _BEAT.pack_into(self._memory, 0, time.monotonic(), math.inf)
 
     @property
@@ -48,7 +49,7 @@ class Heartbeat:
         return time.monotonic() > self.read()[1]
 
     def read(self) -> tuple[float, float]:
-        """Returns when the engine last beat and when it is overdue; inf: never, because it is idle, has no
-        time limit or has not beaten yet."""
+        """Returns when the engine last beat and when it is overdue; inf: at no time, because it is idle, has
+        no time limit at present or has not beaten yet."""
         beat, due = _BEAT.unpack_from(self._memory)
         return beat, due or math.inf

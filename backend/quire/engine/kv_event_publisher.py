@@ -19,8 +19,8 @@ logger = logging.getLogger("quire")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SEND_MARK = 100_000
-"""Most messages queued for a subscriber that does not read; later ones are dropped, which it sees by their
-numbers."""
+"""Most messages queued here for a subscriber that does not read; later ones are dropped, which it sees by
+their numbers."""
 CLOSE_TIMEOUT_S = 1.0
 LINGER_MS = 200
 
