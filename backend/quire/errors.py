@@ -1,17 +1,17 @@
 """Errors that are reported to callers, each with its Triton status code.
 
 `QuireError.code` is the name of a member of `pb_utils.TritonError`, so the frontend in Triton needs no table
-of its own. A bug of ours raises an `AssertionError`, never one of these.
+of its own.
 """
 
 from __future__ import annotations
 
 MAX_DESCRIPTION = 300
-"""Most characters quoted from a text that is not ours."""
+"""Most characters that `describe` quotes of an exception's text."""
 
 
 class QuireError(Exception):
-    """Base of every error that is reported to a caller."""
+    """Base of the errors that Quire's backend reports to callers."""
 
     code = "INTERNAL"
     retry_after_s: float | None = None
@@ -29,10 +29,11 @@ def describe(error: BaseException) -> str:
 
 
 class InvalidArgumentError(QuireError):
-    """The request itself is wrong. The message names `field` and the limit that it breaks.
+    """The request itself is wrong: its field `field`, for the reason that `message` gives.
 
     Args:
-        told: whole message, for clients that compare it with another backend's; None: field and `message`.
+        told: whole text of the error, for clients that compare it with another backend's; None: `field` and
+            `message`.
     """
 
     code = "INVALID_ARG"
@@ -50,7 +51,8 @@ class NotFoundError(QuireError):
 
 
 class UnavailableError(QuireError):
-    """The engine cannot accept or finish the request now: queue full, quota used up, engine restarting.
+    """A request or a command cannot be accepted or finished now. For example, the queue is full, a quota is
+    used up, or the engine restarts.
 
     Args:
         retry_after_s: seconds until a retry has a chance, raised to 0.1 at least; None: not known. The
@@ -68,22 +70,24 @@ class UnavailableError(QuireError):
 
 
 class EngineStoppedError(UnavailableError):
-    """The engine was told to stop, because its server is shutting down; no other engine will replace it."""
+    """The engine was told to stop, usually because its server is shutting down. The frontend that gets this
+    error starts no other engine."""
 
 
 class EngineError(QuireError):
-    """The engine failed while it computed the request."""
+    """The engine failed or cannot do what was asked, for example because a step failed."""
 
     code = "INTERNAL"
 
 
 class WorkerLostError(EngineError):
-    """A process that computes for the engine is gone; another engine must replace this one."""
+    """A process that computes for the engine is gone or waits for one that failed, so the engine cannot go
+    on."""
 
 
 class ConfigError(QuireError):
-    """Configuration keys are unknown, ill-typed, out of range or contradict each other, or ask for more than
-    the machine, the model or an installed package can do. Raised at start; names the keys.
+    """The configuration is wrong, or asks for something that the machine, the model or an installed package
+    does not allow. The message usually names the keys.
 
     Args:
         problems: one text for each error.
@@ -97,6 +101,7 @@ class ConfigError(QuireError):
 
 
 class CheckpointError(QuireError):
-    """A checkpoint is missing, broken or unsupported; the message is one line and names the file."""
+    """A checkpoint or an adapter is missing, broken, changed or unsupported, or the engine could not start
+    for another reason. The message is usually one line that names the file."""
 
     code = "INVALID_ARG"

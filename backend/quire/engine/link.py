@@ -34,17 +34,17 @@ logger = logging.getLogger("quire")
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before each attempt to replace an engine that died; further attempts use the last value."""
 SOUND_S = 60.0
-"""Seconds of life after which an engine that dies is replaced without a pause. So is one that has answered a
-request or a command."""
+"""Seconds of connection after which the death of an engine is followed at once by an attempt to replace it.
+The same holds for an engine that has answered a request or a command."""
 STOP_LOOK_S = 0.2
-"""Seconds between two checks, while a restart is delayed, whether the engine was told to stop."""
+"""Most seconds between two checks whether the engine was told to stop, while a restart is delayed."""
 MAX_FAILED_STARTS = 3
 """Number of failed starts in a row after which requests that wait for an engine end."""
 
 
 @dataclass(frozen=True)
 class EngineLost:
-    """The engine died. Its requests continue in the next engine, except for one found to have killed it."""
+    """Says that the engine died. The requests that this link sent to it may continue in the next engine."""
 
     link: EngineLink
     suspects: InFlightSuspects = NO_SUSPECTS
@@ -52,14 +52,15 @@ class EngineLost:
 
 @dataclass(frozen=True)
 class EngineReplaced:
-    """Another engine replaced one that died; the requests of the dead engine were not sent to it yet."""
+    """Says that the link has another engine in place of one that died, and has sent it no requests yet."""
 
     link: EngineLink
 
 
 @dataclass(frozen=True)
 class EngineGone:
-    """The engine died and none can be started, for now or for good: its requests will not continue."""
+    """Says that the engine died and no other could be started so far, or none may be started: requests should
+    not wait for one."""
 
     link: EngineLink
     reason: str
@@ -72,12 +73,12 @@ Answer: TypeAlias = Outputs | CommandResult | EngineLost | EngineReplaced | Engi
 class EngineLink:
     """Sends messages to one engine and receives its answers; replaces an engine that died.
 
-    The client's thread owns it, from the call of `attach` on.
+    The client's thread owns it, once `attach` was called. Other threads may read `info` and `is_ready`.
 
     Args:
         connect: connects to a running engine, starting one if necessary. After an engine's death it is called
             on a separate thread.
-        on_stats: called with the engine's statistics, about twice a second while they change.
+        on_stats: called with statistics that the engine sends; None: they are not used.
         watchdog_s: seconds that an idle engine may take to read a message; 0: no limit.
 
     Raises:
@@ -99,18 +100,23 @@ class EngineLink:
         self._connection, self.info = connect()
         self._watchdog_s = watchdog_s
         self._sent_at = self._overdue_at = 0.0
-        """`_sent_at`: when the oldest message was sent that the engine may not have read, 0: none was sent.
-        `_overdue_at`: when the engine was first seen overdue, 0: it is not. CLOCK_MONOTONIC seconds."""
+        """`_sent_at`: when the oldest message of `send` was sent that the engine may not have read (without a
+        heartbeat, the latest message); if it has read all, an earlier time. `_overdue_at`: since when each
+        `check` has found the engine overdue, or when it was killed for that; 0: the latest `check` did not
+        find so. Both are CLOCK_MONOTONIC seconds."""
         self._has_died = False
-        """Whether the last `look` found that the engine's process has ended."""
+        """Whether `look` has found that the engine's process has ended, and `receive` has not reported it
+        yet."""
         self._down_reason = ""
         self._next_attempt: float | None = 0.0
-        """When the next start of an engine is attempted, in CLOCK_MONOTONIC seconds; None: never, because the
-        engine was told to stop or no thread can be started."""
+        """Time planned for the latest or next attempt to replace a dead engine, in CLOCK_MONOTONIC seconds;
+        0: no engine has died yet. None: there will be no more attempts, because the engine was told to stop
+        or no thread could be started."""
         self._num_restarts = 0
-        """Number of attempts to start an engine since the latest one that lived for SOUND_S or answered."""
+        """Number of this link's attempts to replace an engine. The death of an engine that was connected for
+        SOUND_S or has answered sets it to 0."""
         self._has_answered = False
-        """Whether the engine has sent outputs or the result of a command."""
+        """Whether outputs or the result of a command have arrived from the latest engine."""
         self._is_hopeless = threading.Event()
         """Set when requests should no longer wait for an engine; `_take_over` clears it."""
         self._closed = threading.Event()
@@ -118,8 +124,8 @@ class EngineLink:
         """Guards the next engine's connection while it is handed over or closed."""
         self._successor: Connected | None = None
         self._restarter: threading.Thread | None = None
-        """Thread that calls `connect`, possibly until long after `close`. The ZeroMQ context must outlive
-        it."""
+        """Latest thread that replaces a dead engine; None: no engine has died yet. It may run until long
+        after `close`, and the ZeroMQ context must outlive it."""
 
     def attach(self, poller: zmq.Poller, wake: Callable[[], None]) -> None:
         """Registers the engine's socket and process with a poller, and later those of its successors.
@@ -138,14 +144,15 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether an engine is running."""
+        """Whether the link is connected to an engine. The death of that engine may not have been noticed
+        yet."""
         return self._connection is not None
 
     def require_engine(self) -> EngineConnection:
         """Returns the connection to the engine.
 
         Raises:
-            UnavailableError: no engine is running; says why, and when to retry if known.
+            UnavailableError: no engine is connected; usually says why, and when to retry.
         """
         if self._connection is None:
             due = self._next_attempt
@@ -163,13 +170,13 @@ class EngineLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine runs and is not overdue. Any thread may read it; it sends no message."""
+        """Whether an engine is connected and not overdue. Any thread may read this; it sends no message."""
         connection = self._connection
         return connection is not None and time.monotonic() <= self._due_of(connection)
 
     @property
     def next_check(self) -> float:
-        """When `check` must be called next, in CLOCK_MONOTONIC seconds; inf: not before something is sent."""
+        """When `check` must be called next, in CLOCK_MONOTONIC seconds; inf: at present it need not be."""
         if self._connection is None:
             return math.inf
         return self._overdue_at + THAWED_S if self._overdue_at else self._due_of(self._connection)
@@ -187,8 +194,8 @@ class EngineLink:
             self._overdue_at = now  # its end takes a moment, or for ever where the kernel holds it
 
     def _due_of(self, connection: EngineConnection) -> float:
-        """Returns when the engine is overdue, in CLOCK_MONOTONIC seconds; inf: it is idle and has read all
-        messages, or it has no heartbeat or limit."""
+        """Returns when the engine is overdue, in CLOCK_MONOTONIC seconds; inf: it waits for messages and has
+        given a sign of life after those of `send`, or it has no heartbeat or no limit."""
         if connection.heartbeat is None:
             return math.inf
         beat, due = connection.heartbeat.read()
@@ -197,14 +204,15 @@ class EngineLink:
         return due
 
     def abort(self, request_ids: list[str], reason: FinishReason) -> None:
-        """Ends requests, or single choices ("<request id>#<index>"); no effect without an engine."""
+        """Tells the engine to end requests, or single choices ("<request id>#<index>"). Does nothing without
+        an engine."""
         if self._connection is not None:
             self._connection.send(AbortRequests(request_ids, reason.value, time.monotonic()))
 
     def receive(self) -> list[Answer]:
-        """Returns the answers that have arrived. After the last answers of an engine that died comes
-        `EngineLost`. Later calls return `EngineGone` if no engine can be started, and `EngineReplaced` once
-        one was."""
+        """Returns the answers that have arrived. If the engine has died, `EngineLost` follows them. A later
+        call returns `EngineGone` when requests should no longer wait for an engine, and one returns
+        `EngineReplaced` when another engine is connected."""
         if self._connection is None:
             return self._take_over()
         answers: list[Answer] = []
@@ -221,7 +229,8 @@ class EngineLink:
         return answers
 
     def close(self) -> None:
-        """Says goodbye to the engine, and to one that is still starting as soon as it is up."""
+        """Says goodbye to the engine and leaves it. If an attempt to replace a dead engine succeeds later,
+        the new engine is left at once, too."""
         with self._lock:
             self._closed.set()
             successor, self._successor = self._successor, None
@@ -295,7 +304,7 @@ class EngineLink:
         successor[0].close(goodbye=True)
 
     def _pause(self, seconds: float, died: EngineAddress) -> None:
-        """Waits for `seconds`, or until this frontend or the engine is told to stop."""
+        """Waits for `seconds`, but stops when this link is closed or an engine was told to stop."""
         ends_at = time.monotonic() + seconds
         while not died.was_stopped() and (left_s := ends_at - time.monotonic()) > 0:
             if self._closed.wait(min(left_s, STOP_LOOK_S)):

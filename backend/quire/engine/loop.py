@@ -1,7 +1,8 @@
 """The engine process: one ROUTER socket, one EngineCore, and one thread that owns both.
 
-A second thread computes the steps. Meanwhile the first goes on reading messages, so refusals and
-cancellations do not wait for the end of a step. New requests take part in the next step.
+A second thread computes the steps, or waits for the processes that compute them. Meanwhile the first goes on
+reading messages, so refusals and cancellations do not wait for the end of a step. New requests wait for a
+later step.
 
 A frontend (`engine/supervisor.py`) starts it as module `quire.engine.loop` with `--directory DIR`, where
 DIR/config.json holds the configuration. It reports through DIR/state.json (`engine/runtime_directory.py`):
@@ -81,16 +82,16 @@ logger = logging.getLogger("quire")
 
 FIRST_FRONTEND_TIMEOUT_S = 60.0
 FRONTENDS_END_S = 1.0
-"""Seconds that frontends have to end by themselves after their server has ended."""
+"""Seconds that the frontends of a server that has ended have to end by themselves before they are killed."""
 STATS_INTERVAL_S = 0.5
 STEP_WAIT_MS = 1000
-"""Milliseconds between checks while a step is waited for; its end also arrives as an event."""
+"""Most milliseconds between two checks whether a step has ended; its end also arrives as an event."""
 COMPLAINT_INTERVAL_S = 10.0
 """Shortest time in seconds between two log lines on messages that cannot be handled."""
 GC_THRESHOLDS = (50_000, 20, 100)
 """Thresholds of the garbage collector's three generations. A full collection visits every request and stalls
-a step, by 30 to 200 ms at 1 000 running requests, where planning takes 10 ms. Hardly any garbage here is in
-cycles, so full collections are made rare."""
+a step: with 1 000 running requests, 30 to 200 ms were measured. Hardly any garbage here is in cycles, so full
+collections are made rare."""
 
 
 @dataclass(slots=True)
@@ -130,12 +131,14 @@ class EngineLoop:
         """Commands to sleep or wake that are not carried out yet, the oldest first: (frontend's identity,
         token, command). A Sleep waits until all requests have ended."""
         self.was_told_to_stop = False
-        """Whether SIGTERM ended the engine on purpose; frontends then start no other engine."""
+        """Whether `stop` was called, for example by SIGTERM. The frontends of this engine should then start
+        no other in its place."""
         self._next_stats = self._next_complaint = 0.0
         self.heartbeat: Heartbeat | None = None
         """The heartbeat that the loop writes; None: it writes none."""
         self._owes_stats = True
-        """Whether the engine's state may have changed since the last stats were sent to the frontends."""
+        """Whether stats are to be sent again: the engine's state may have changed, or there are worker
+        processes to check."""
         self._first_frontend_by = math.inf
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)
@@ -150,7 +153,8 @@ class EngineLoop:
         """Runs until the last frontend or the server is gone, `stop` was called, or no frontend has come in
         time.
 
-        An exception means that the engine is broken. Its frontends continue its requests in the next engine.
+        An exception means that the engine is broken. Its frontends may continue its requests in the next
+        engine.
         """
         self._first_frontend_by = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
@@ -180,8 +184,8 @@ class EngineLoop:
     def _end_frontends(self) -> None:
         """Kills the frontends of a server that has ended, if they do not end within FRONTENDS_END_S.
 
-        A frontend blocked in a call to the dead server holds its interpreter's lock, which its own watchdog
-        needs.
+        A frontend blocked in a call to the dead server may hold its interpreter's lock, which its own
+        watchdog needs.
         """
         deadline = time.monotonic() + FRONTENDS_END_S
         for pidfd in self._frontend_pidfds.values():
@@ -191,7 +195,7 @@ class EngineLoop:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _switch(self, identity: bytes, token: str, command: Sleep | Wake) -> None:
-        """Puts the engine to sleep or wakes it, serving other messages meanwhile."""
+        """Puts the engine to sleep or wakes it, and answers the command. Serves other messages meanwhile."""
         change = self.core.sleep if isinstance(command, Sleep) else self.core.wake
         self._rest()
         try:
@@ -207,7 +211,8 @@ class EngineLoop:
         self._send(identity, result)
 
     def _idle_ms(self) -> int:
-        """Returns the milliseconds until the loop has something to do without a message; -1: no limit."""
+        """Returns the milliseconds after which the idle loop must act even without a message; -1: no
+        limit."""
         due = max(self._next_stats, 0.0 if self._owes_stats else self.core.next_expiry)
         if not self._had_frontend:
             due = min(due, self._first_frontend_by)
@@ -216,9 +221,10 @@ class EngineLoop:
         return -1 if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
 
     def _serve(self, step: Future[Any], *, is_watched: bool = True) -> None:
-        """Serves frontends while a step is computed, so refusals and cancellations do not wait for its end.
+        """Serves frontends until work on another thread is done: a step, or falling asleep or waking.
 
         Args:
+            step: the work's future.
             is_watched: whether the work must end within a step's time limit.
         """
         if is_watched:
@@ -238,7 +244,7 @@ class EngineLoop:
             self.heartbeat.beat(self.core.scheduler.num_tokens_in_flight)
 
     def stop(self, *_: Any) -> None:
-        """Ends `run` after the current step. Safe to call in a signal handler."""
+        """Ends `run` after the step, sleep or wake that is under way. Safe to call in a signal handler."""
         self._stopping = self.was_told_to_stop = True
         os.eventfd_write(self._step_done, 1)  # an idle loop waits without a limit
 
@@ -274,7 +280,8 @@ class EngineLoop:
                 self._refuse(identity, payload, error)
 
     def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
-        """Answers a message that could not be decoded or handled, if its sender and id are readable."""
+        """Answers a request or a command that could not be decoded or handled, if its MessageHeader can be
+        decoded."""
         header = None
         with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
             header = header_decoder.decode(payload)
@@ -357,8 +364,8 @@ class EngineLoop:
             self._send(identity, CommandResult(token, profile.answer()))
 
     def _probe(self) -> None:
-        """Makes an idle engine compute a token that no client gets, so that repeated health checks see steps
-        done."""
+        """Adds a small request of the engine's own, whose result no client gets, so that repeated health
+        checks of an idle engine see steps done."""
         params = self.core.internal_params(SamplingParams(max_tokens=1, temperature=0.0))
         self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(is_internal=True))
 

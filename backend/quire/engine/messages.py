@@ -21,8 +21,8 @@ from quire.request.scheduling_params import SchedulingParams, Seconds
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a frontend. The engine watches process `pid` and drops the frontend's requests when it
-    ends."""
+    """First message of a frontend over a connection. `pid` is the frontend's process: when it ends, the
+    engine drops the frontend's requests."""
 
     pid: int
 
@@ -38,8 +38,8 @@ class EmbedsMessage(msgspec.Struct, frozen=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
-    """A validated request: `request_id` is the frontend's and unique, `external_id` the client's, if it gave
-    one."""
+    """A request with one prompt that has passed the frontend's checks. `request_id` is the frontend's, and no
+    other open request has it. `external_id` is the client's; empty: the client gave none."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -49,15 +49,15 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     arrival_time: Seconds = 0.0
     embeds: EmbedsMessage | None = None
     num_deaths: int = 0
-    """Number of deaths of its engines, as `Generation.num_deaths` counts them. Above 0 the request continues,
-    and no limit refuses it."""
+    """Number of deaths of its engines, as `Generation.num_deaths` counts them. Above 0, limits of the queue
+    and quotas do not refuse the request."""
     outputs: dict[int, list[int]] | None = None
     """Tokens so far of each open choice, by its index; None: the request begins, or begins anew."""
     adapter: str = ""
     """Name of the LoRA adapter; empty: none."""
     adapter_digest: str = ""
-    """Digest of the adapter's content that the frontend knows; empty: not known. A request that continues
-    after an engine's death (`num_deaths`) accepts only this content."""
+    """Hexadecimal digest of the adapter's content, as the frontend knows it; empty: not known. If it is
+    known, a request with `num_deaths` above 0 accepts only this content."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -72,9 +72,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
-    """Cancels every request of `tenant` with the client's id, from all frontends.
+    """Cancels the engine's unfinished requests of `tenant` with the client's id, whichever frontends sent
+    them.
 
-    The answer holds the number of these requests (`num_cancelled`); NOT_FOUND if there are none.
+    The answer holds their number (`num_cancelled`), in which each prompt counts; NOT_FOUND if there are none.
     """
 
     external_id: str
@@ -107,21 +108,22 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     vocab_size: int
     hidden_size: int
     takes_position_ids: bool
-    """Whether positions have three axes (M-RoPE)."""
+    """Whether prompt positions may have three axes (M-RoPE)."""
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
     dtype: str
     device: str
     num_threads: int = 0
-    """Number of CPU threads that compute steps; 0: another device computes them."""
+    """Number of CPU threads that compute steps, for each tensor-parallel rank; 0: another device computes
+    them."""
     num_cpus: int = 1
     """Number of cores that the engine may use."""
     fingerprint: str = ""
-    """Fingerprint of everything that decides the tokens of a deterministic request, except its adapter (whose
-    `digest` is in `adapters`); empty: results are not cached."""
+    """Fingerprint of everything besides the request and its adapter (whose `digest` is in `adapters`) that
+    decides the tokens of a deterministic request; empty: results are not cached."""
     adapters: list[AdapterStatus] = []
-    """The LoRA adapters when the answer was sent; `Stats` carries later changes."""
+    """The LoRA adapters when the answer was sent. `EngineLink` replaces them by those of later `Stats`."""
     deepstack_levels: int = 0
     """Number of layers, from the first on, after which image features are added to the hidden states
     again."""
@@ -140,7 +142,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Outputs for the requests of one frontend: those of a step, or of aborted or refused requests."""
+    """Outputs for requests of one frontend, such as those of a step, or of aborted or refused requests."""
 
     outputs: list[EngineCoreOutput]
 
@@ -155,12 +157,12 @@ class CommandResult(msgspec.Struct, frozen=True, tag="command_result"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Engine state: sent about twice a second while it changes, and before the answer to a command that
+    """Engine state: sent at most about twice a second, and besides before the answer to a command that
     changes the adapters."""
 
     scheduler: SchedulerStats
     adapters: list[AdapterStatus] = []
-    """The LoRA adapters that requests may name, in the order of their names."""
+    """The LoRA adapters, in the order of their names; one that is being unloaded is among them."""
 
 
 EngineMessage = EngineInfo | Outputs | CommandResult | Stats
@@ -172,7 +174,7 @@ COMMANDS = ("cancel_external", "control")
 
 class MessageHeader(msgspec.Struct):
     """Type and ids of a message; empty: the message has none. It can be decoded from many messages that are
-    invalid otherwise, so that these are answered."""
+    invalid otherwise, so that these can be answered."""
 
     type: str = ""
     request_id: str = ""

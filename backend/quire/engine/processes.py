@@ -9,8 +9,8 @@ import threading
 
 
 def start_time_of(pid: int) -> int | None:
-    """Returns the start time of a running process in clock ticks since boot; None: it has ended or is a
-    zombie."""
+    """Returns the start time of a running process in clock ticks since boot; None: it has ended, is a
+    zombie, or cannot be seen."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()
@@ -20,8 +20,8 @@ def start_time_of(pid: int) -> int | None:
 
 
 def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Waits until a descriptor is readable; for a pidfd, until its process has ended. Returns False on
-    timeout.
+    """Waits until a descriptor is readable or has an error; for a pidfd, until its process has ended. Returns
+    False if that takes longer than `timeout_s`; None: no limit.
 
     `select.select` refuses descriptors above 1023, which a frontend with many clients may have.
     """
@@ -33,8 +33,8 @@ def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
 def open_verified_pidfd(pid: int, start_time: int) -> int | None:
     """Returns a pidfd of the process with this pid and start time; the caller closes it.
 
-    None: the process has ended. Signals sent through the pidfd (`signal.pidfd_send_signal`) reach no other
-    process.
+    None: the process has ended, or no pidfd of it can be opened. Signals sent through the pidfd
+    (`signal.pidfd_send_signal`) reach no other process.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -47,9 +47,10 @@ def open_verified_pidfd(pid: int, start_time: int) -> int | None:
 
 
 def name_threads() -> None:
-    """Sets the kernel's names of the running threads to Python's, so that `top -H`, perf and gdb show them.
+    """Gives Python's running threads their Python names in the kernel, too, so that `top -H`, perf and gdb
+    show them. The kernel keeps 15 characters.
 
-    The main thread keeps the process's name. Python does this by itself from 3.14 on.
+    The main thread keeps the process's name. Python names threads so by itself from 3.14 on.
     """
     for thread in threading.enumerate():
         if thread is not threading.main_thread():

@@ -17,7 +17,7 @@ ENGINE, RUNNER, DEVICE = 1, 2, 3
 
 @dataclass(slots=True)
 class _Kind:
-    """Sums over all steps of one kind whose computing was timed."""
+    """Sums over steps of one kind whose computing was timed."""
 
     num_steps: int = 0
     num_rows: int = 0
@@ -44,15 +44,15 @@ class StepProfile:
         self._limits: DeviceLimits | None = None
         self._kinds: dict[str, _Kind] = {}
         self._span = math.inf, 0.0
-        """When the runner began the first step, and when the last step was done."""
+        """When the first recorded step began, as far as is known, and when the last one was recorded; (inf,
+        0): none was."""
 
     @property
     def is_over(self) -> bool:
         return self._steps_left <= 0 or time.monotonic() >= self.ends_at
 
     def phase(self, name: str, step: int = 0) -> None:
-        """Ends the engine's present phase and begins the phase `name`; empty: none begins, and the engine
-        looks for messages."""
+        """Ends the engine's present phase and begins the phase `name`; empty: none begins."""
         now = time.monotonic()
         last, began, of_step = self._phase
         if last:
@@ -60,8 +60,8 @@ class StepProfile:
         self._phase = name, now, step
 
     def done(self, planned: SchedulerOutput, result: ModelRunnerOutput, stats: SchedulerStats) -> None:
-        """Records a finished step. Skips steps without rows, steps launched before the recording began, and
-        those after the last one asked for."""
+        """Records a finished step. Skips steps without rows, steps that are not timed (`is_timed`), and those
+        after the last one asked for."""
         if not planned.is_timed or planned.is_empty or self._steps_left <= 0:
             return
         self._steps_left -= 1
@@ -156,11 +156,11 @@ class StepProfile:
     def _roofline(self) -> dict[str, Any]:
         """Returns `limits` (None: not known), `phases` and `computing`.
 
-        `phases` holds for each kind of step that was timed: steps, rows, tokens, mean milliseconds of
-        computing, rates and, if the device's limits are known, `bound`. `computing` is the share of the time,
-        from the first step to the last, in which the device computed; None: no step was recorded. The rest
-        was spent on the host, or the engine was idle. If the work of the model's steps is not known, `phases`
-        is empty and `computing` 0.
+        `phases` holds for each kind of step whose computing was timed: steps, rows, tokens, mean milliseconds
+        of computing and rates, compared with the device's limits if these are known. `computing` is the time
+        in which these steps were computed, as a share of the time from the first recorded step to the last;
+        None: no step was recorded. If the work of the model's steps is not known, `phases` is empty, and
+        `computing` is 0 or None.
         """
         limits = self._limits
         seconds = sum(kind.seconds for kind in self._kinds.values())

@@ -1,7 +1,8 @@
-"""`python run_module.py MODULE ...`: `python -m MODULE ...` without the working directory on the import path.
+"""`python run_module.py MODULE ...`: like `python -m MODULE ...`, but does not put the working directory on
+the import path.
 
--m puts the working directory first. Whoever can write there could then have the server run their code.
-(Python 3.11 has -P for this.) The file is run by its path.
+-m puts the working directory first on the import path. Whoever can write there could then have the server run
+their code. (Python has -P for this from 3.11 on.) This file is run by its path.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """RuntimeDirectory: the directory in which the frontends of an engine meet and the engine reports its state.
 
 It belongs to one user alone, which is checked at each opening: in a folder that is open to all, anyone could
-have created it first. Its files are opened by name in the open directory, never through a link.
+have created it first. RuntimeDirectory opens files by name in the open directory, never through a link.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_STATE_BYTES = 64 * 1024
 MAX_SUSPECTS_BYTES = 4 * 2**20
 """Most bytes read of an engine's suspects: enough for the ids of as many requests as it may run."""
 MAX_ADAPTERS_BYTES = 64 * 2**20
-"""Most bytes read of an engine's adapters: enough for the names and paths of as many as it may know."""
+"""Most bytes read of an engine's saved adapters: enough for the names and paths of a thousand."""
 MAX_SOCKET_PATH = 107
-"""Most bytes in the path of a socket, a limit of the kernel."""
+"""Most bytes in the path of a Unix socket, a limit of the kernel."""
 
 logger = logging.getLogger("quire")
 
@@ -47,13 +47,14 @@ class EngineState(msgspec.Struct, frozen=True):
     its pid."""
 
     state: Literal["starting", "ready", "failed", "stopped"]
-    """"stopped": the engine was told to stop, and no other may take its place."""
+    """"stopped": the engine was told to stop. A frontend that has used an engine of this directory then
+    starts no other."""
     pid: int
     start_time: int
     generation: int
     address: str = ""
     error: str = ""
-    """Reason of the failure, in one line."""
+    """Reason of the failure, in one line; empty: it has not failed."""
 
     @property
     def is_alive(self) -> bool:
@@ -70,11 +71,11 @@ _suspects_decoder = msgspec.json.Decoder(InFlightSuspects)
 
 
 class RuntimeDirectory:
-    """An open directory that only this user can access.
+    """An open directory that only this user, and root, can access.
 
     Raises:
         ConfigError: it cannot be opened, is a link, is not a directory, or belongs or is accessible to
-            another user.
+            other users.
         FileNotFoundError: it does not exist.
     """
 
@@ -103,9 +104,10 @@ class RuntimeDirectory:
         """Opens the directory, creating it if `make`, and holds its lock in the context.
 
         Raises:
-            TimeoutError: another process held the lock for all of `timeout_s`.
+            TimeoutError: another process or thread held the lock for all of `timeout_s`.
             FileNotFoundError: it does not exist, and `make` is False.
             ConfigError: it is not of this user alone, or cannot be opened.
+            OSError: it cannot be created or locked.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -131,7 +133,7 @@ class RuntimeDirectory:
                 return
 
     def read(self, name: str, most: int = MAX_STATE_BYTES) -> bytes | None:
-        """Returns the first `most` bytes of a file; None: the file cannot be opened."""
+        """Returns at most the first `most` bytes of a file; None: the file cannot be opened."""
         try:
             fd = self._open(name, os.O_RDONLY)
         except OSError:
@@ -140,7 +142,7 @@ class RuntimeDirectory:
             return file.read(most)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replaces a file atomically: readers see the old content or the new one."""
+        """Creates or replaces a file atomically: readers see the old content or the new one."""
         temporary = f".{name}.{secrets.token_hex(4)}"
         fd = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -162,7 +164,7 @@ class RuntimeDirectory:
         self.write("state.json", msgspec.json.encode(state))
 
     def read_suspects(self, pid: int) -> InFlightSuspects:
-        """Returns the suspects that an engine recorded before it ended; NO_SUSPECTS: none can be read."""
+        """Returns the suspects that the engine with this pid recorded last; NO_SUSPECTS: none can be read."""
         try:
             return _suspects_decoder.decode(self.read(f"at-risk-{pid}", MAX_SUSPECTS_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError):
@@ -209,7 +211,7 @@ class RuntimeDirectory:
                 os.unlink(name, dir_fd=self._fd)
 
     def socket_path(self) -> Path:
-        """Returns a path for a new socket that was never used before.
+        """Returns a path with a random name in the directory, for a new socket.
 
         Raises:
             ConfigError: the path is longer than a socket's may be.
@@ -229,17 +231,18 @@ class RuntimeDirectory:
             os.unlink(_marker(), dir_fd=self._fd)
 
     def has_frontends(self) -> bool:
-        """Returns whether a living process is registered as a frontend."""
+        """Returns whether a living process that is visible here is registered as a frontend."""
         found = filter(None, map(_MARKER.fullmatch, os.listdir(self._fd)))  # noqa: PTH208 (of the open one)
         return any(start_time_of(int(pid)) == int(start) for pid, start in (one.groups() for one in found))
 
     def hold(self) -> None:
-        """Marks the directory as used by this engine until its process ends in any way."""
+        """Marks the directory as used by an engine until its process ends in any way, or closes this
+        object."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def is_in_use(self) -> bool:
-        """Returns whether an engine uses the directory or a frontend is registered. If no engine does, none
-        can `hold` the directory until this object is closed."""
+        """Returns whether an engine uses the directory or it `has_frontends`. If no engine does, none can
+        `hold` the directory until this object is closed."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -247,10 +250,10 @@ class RuntimeDirectory:
         return self.has_frontends()
 
     def remove(self) -> None:
-        """Removes the directory, whose lock the caller must hold.
+        """Removes the directory, whose lock the caller must hold. Ends without an error where that fails.
 
-        The lock is removed last. A process that finds it gone starts over, in a new directory or in the empty
-        one.
+        The lock is the last file to be removed. A process that finds the lock gone starts over, in a new
+        directory or in the empty one.
         """
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._fd), key="lock".__eq__):  # noqa: PTH208 (of the open one)

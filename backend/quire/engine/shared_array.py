@@ -27,13 +27,13 @@ class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
     shape: tuple[int, int]
     device: int
     inode: int
-    """With `device`, identifies the file, because the number of a closed descriptor is reused."""
+    """With `device`, identifies the file, because the number of a closed descriptor may be reused."""
 
     def open(self) -> npt.NDArray[np.float32]:
         """Maps the array read-only; the memory lives as long as the array.
 
         Raises:
-            UnavailableError: the writer is gone, or has closed its buffer.
+            UnavailableError: the writer is gone or has closed its buffer, or its memory cannot be mapped.
         """
         count = self.shape[0] * self.shape[1]
         if count == 0:
@@ -63,17 +63,18 @@ class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
 class EmbedsBuffer:
     """Base of the writers' buffers on host and device: counts the bytes of both together.
 
-    Keep the object until its request ends, because the engine holds the memory until then; its bytes count in
-    `total_bytes` until it is deleted.
+    Keep a buffer until its request ends, because the engine may hold as much memory until then. A buffer's
+    bytes count in `total_bytes` until it is deleted.
     """
 
     total_bytes: ClassVar[int] = 0
-    """Number of bytes in all buffers of this process."""
+    """Number of bytes of all buffers of this process that are not deleted; closed ones count."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_bytes = 0
 
     def _reserve(self, num_bytes: int, limit: int | None) -> None:
-        """Counts this buffer's bytes; raises UnavailableError if the sum would exceed `limit` bytes."""
+        """Adds this buffer's bytes to `total_bytes`; raises UnavailableError if that would exceed `limit`
+        bytes (None: no limit)."""
         with EmbedsBuffer._lock:
             total = EmbedsBuffer.total_bytes
             if limit is not None and total + num_bytes > limit:
@@ -97,7 +98,7 @@ class EmbedsBuffer:
 
 class SharedBuffer(EmbedsBuffer):
     """The writer's side of a SharedArray: holds the memory's descriptor until `close`. Mappings of the memory
-    outlive that."""
+    outlive the descriptor."""
 
     def __init__(self, array: npt.NDArray[np.float32], limit: int | None = None) -> None:
         """Copies a two-dimensional array: the only copy between the caller's memory and the engine.
@@ -111,7 +112,7 @@ class SharedBuffer(EmbedsBuffer):
         self._reserve(array.nbytes, limit)
         self._fd = os.memfd_create("quire-embeds", os.MFD_CLOEXEC)
         self.array = array[:0]
-        """The rows in the shared memory."""
+        """The rows in the shared memory; `close` deletes this attribute."""
         if array.size:
             os.ftruncate(self._fd, array.nbytes)
             memory = mmap.mmap(self._fd, array.nbytes)
@@ -127,8 +128,8 @@ class SharedBuffer(EmbedsBuffer):
         return SharedArray(os.getpid(), self._fd, self.shape, stat.st_dev, stat.st_ino)
 
     def close(self) -> None:
-        """Closes the descriptor and deletes `array`; may be called again. The memory lives as long as a view
-        of it."""
+        """Closes the descriptor and deletes `array`; may be called again. The memory lives as long as it
+        is mapped, here or by the engine."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

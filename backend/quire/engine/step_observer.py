@@ -15,8 +15,8 @@ from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
 class StepObserver:
     """Records steps for a profile, and reports the suspects in the next step and in the steps in flight.
 
-    The engine calls `begin`, `planned`, `collected`, `updated`, `sending` and `end`, each at the
-    point of a step that its docstring names. Nothing here affects what a step computes.
+    The engine calls `begin`, `planned`, `collected`, `updated`, `sending` and `end`, each when its docstring
+    says. Nothing here affects what a step computes.
 
     Args:
         info: the runner's `RunnerInfo`.
@@ -26,10 +26,10 @@ class StepObserver:
         self._scheduler, self._probation = scheduler, scheduler.probation
         self._info = info
         self.profile: StepProfile | None = None
-        """The profile being recorded; None: none is."""
+        """The profile being recorded, or one that is over and was not dropped yet; None: there is none."""
         self.on_suspects: Callable[[InFlightSuspects], None] | None = None
-        """Called before the launch of a step with the suspects in it and in the steps in flight, if they have
-        changed."""
+        """Called when a step is planned and not launched yet, with the suspects in it and in the steps in
+        flight, if they have changed. None: nothing is called."""
         self._suspects = NO_SUSPECTS
 
     def begin_profile(self, command: Profile) -> StepProfile:
@@ -52,7 +52,7 @@ class StepObserver:
                 self.profile.phase("schedule")
 
     def planned(self, output: SchedulerOutput) -> None:
-        """Called between planning and launching a step."""
+        """Called when a step is planned, before it is launched."""
         if self.profile is not None:
             output.is_timed = True
             self.profile.phase("wait", output.step)
@@ -63,21 +63,21 @@ class StepObserver:
                 self.on_suspects(suspects)
 
     def collected(self, output: SchedulerOutput) -> None:
-        """Called when the oldest step is computed, before the scheduler gets its results."""
+        """Called when the oldest step in flight has been computed, before the scheduler gets its results."""
         if self.profile is not None:
             self.profile.phase("update", output.step)
 
     def updated(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Called after the scheduler has processed the results of the oldest step."""
+        """Called after the scheduler has processed the results of a step."""
         if self.profile is not None:
             self.profile.done(output, result, self._scheduler.stats())
 
     def sending(self) -> None:
-        """Called before the outputs of a step are sent."""
+        """Called before outputs are sent to frontends."""
         if self.profile is not None:
             self.profile.phase("send")
 
     def end(self) -> None:
-        """Called when the engine returns to its messages."""
+        """Called when the processing of a step has ended, and when outputs have been sent."""
         if self.profile is not None:
             self.profile.phase("")

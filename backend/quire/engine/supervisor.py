@@ -1,11 +1,12 @@
 """Starts the engine, and lets several frontends share one.
 
 Frontends of one tritonserver with equal engine configurations share an engine: the instances of a model
-(`instance_group count: N`) on the same GPUs, and other models over it, such as a non-decoupled variant. They
-meet in a directory named after the server's process and a hash of the configuration, of the GPUs' variable
-and of the state of the checkpoint's files. The frontend that gets the directory's lock first starts the
-engine; a frontend that finds the engine dead starts the next generation. So a model reloaded after its
-checkpoint changed gets a new engine, while other models keep the old weights.
+(`instance_group count: N`) on the same GPUs, and other models with the same checkpoint and options, such as a
+non-decoupled variant. They meet in a directory named after the server's process and a hash of the
+configuration, of the instance's CUDA_VISIBLE_DEVICES and of the state of the checkpoint's files. So a model
+that is loaded again after its checkpoint changed gets a new engine, while models that stayed loaded keep
+theirs. The frontend that gets the directory's lock first starts the engine; a frontend that finds the engine
+dead starts the next generation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Address of a running engine; `start_time` is that of its process."""
+    """Address of an engine; `start_time` is that of its process."""
 
     pid: int
     address: str
@@ -62,12 +63,13 @@ class EngineAddress:
     """Directory with the engine's suspects and heartbeat; None: the engine has none."""
 
     def in_flight_suspects(self) -> InFlightSuspects:
-        """Returns the suspects in flight when the engine died; NO_SUSPECTS: none are known."""
+        """Returns the suspects that the engine recorded as in flight before it died; NO_SUSPECTS: none are
+        known."""
         with self._opened() as directory:
             return NO_SUSPECTS if directory is None else directory.read_suspects(self.pid)
 
     def heartbeat(self) -> Heartbeat | None:
-        """Returns the engine's heartbeat; None: it has none."""
+        """Returns the engine's heartbeat; None: there is none to open."""
         with self._opened() as directory:
             return None if directory is None else directory.heartbeat(self.pid)
 
@@ -94,9 +96,11 @@ class EngineSupervisor:
     """Manages the engine that a frontend shares with others.
 
     Args:
-        config: the model's configuration. Equal ones share an engine; the frontend's keys are ignored.
-        server_pid: the tritonserver with which everything ends; also part of the directory's name.
-        environment: environment variables that distinguish the engine (an instance's CUDA_VISIBLE_DEVICES).
+        config: the model's configuration. Frontends that share an engine have equal ones, apart from the keys
+            of FrontendConfig.
+        server_pid: the tritonserver with which the engine ends; also part of the directory's name.
+        environment: environment variables set for the engine (an instance's CUDA_VISIBLE_DEVICES). Frontends
+            that share an engine have equal ones.
     """
 
     def __init__(
@@ -131,16 +135,17 @@ class EngineSupervisor:
             self._running(directory)
 
     def ensure(self) -> EngineAddress:
-        """Returns the running engine, after starting it if necessary; call it again after a failure.
+        """Returns the address of the engine when it is ready, after starting it if necessary. May be called
+        again, also after a failure.
 
         Raises:
             CheckpointError: the engine reports why it cannot start (one line), or the checkpoint was replaced
                 since this frontend was loaded.
-            ConfigError: the directory is not of this user alone.
-            EngineStoppedError: this frontend's engine, or the next one at its start, was told to stop
-                (SIGTERM).
+            ConfigError: the directory is not of this user alone, or cannot be opened.
+            EngineStoppedError: an engine was told to stop (SIGTERM), and this frontend starts no other.
             UnavailableError: the engine ended without a report, was not ready within `startup_timeout_s` or
-                before `close` was called, or the directory cannot be written.
+                before `close` was called, or the operating system refused something, such as to write to the
+                directory.
         """
         with self._met() as directory:
             state, process = directory.read_state(), self._process
@@ -156,9 +161,10 @@ class EngineSupervisor:
         """Locks the directory, with this frontend registered in it.
 
         Raises:
-            TimeoutError: `timeout_s` is 0, and another process holds the lock.
-            ConfigError: the directory is not of this user alone.
-            UnavailableError: the directory cannot be opened or locked, or `close` was called.
+            TimeoutError: `timeout_s` is 0, and another process or thread holds the lock.
+            ConfigError: the directory is not of this user alone, or cannot be opened.
+            UnavailableError: the directory cannot be created or locked, `close` was called, or the work in
+                the context has raised an OSError.
         """
         try:
             with RuntimeDirectory.locked(self.directory, timeout_s) as directory:
@@ -195,8 +201,8 @@ class EngineSupervisor:
         return checkpoint_state(model.model, model.tokenizer, model.draft_checkpoint)
 
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
-        """Starts an engine process. The process waits until its state is recorded, and ends if this frontend
-        dies before.
+        """Starts an engine process and returns its state. The process waits until that is recorded, and ends
+        if this frontend dies before.
 
         Raises:
             CheckpointError: the checkpoint's files have changed since this frontend was loaded.
@@ -228,7 +234,7 @@ class EngineSupervisor:
 
         Raises:
             CheckpointError: the engine says that it cannot start, and why.
-            EngineStoppedError: it was told to stop before it was ready.
+            EngineStoppedError: this frontend has started it, and SIGTERM ended it early in its start.
             UnavailableError: it ended, was not ready within `startup_timeout_s`, or this model is being
                 unloaded.
         """
@@ -262,15 +268,16 @@ class EngineSupervisor:
                 raise UnavailableError("the model is being unloaded")
 
     def reap(self) -> None:
-        """Collects the exit status of an engine that this frontend started, if it has ended."""
+        """Collects the exit status of the engine that this frontend started last, if it has ended."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
 
     def close(self, timeout_s: float) -> None:
-        """Leaves the engine, after the goodbye. The last frontend waits for it to end and removes its files.
+        """Leaves the engine; called after the goodbye to it. The last frontend waits for the engine to end,
+        kills it after `timeout_s`, because an unloaded model must free its memory, and removes the directory.
 
-        An engine that other frontends use continues. One that does not end within `timeout_s` is killed,
-        because an unloaded model must free its memory.
+        If other frontends use the engine, it continues. If another frontend has the directory locked for too
+        long, or the directory cannot be used, nothing is waited for or removed.
         """
         self._closing.set()  # a thread that waits for an engine here has the directory locked
         try:
@@ -309,7 +316,7 @@ def runtime_base() -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Removes the directories of servers that were killed and could not remove them.
+    """Removes directories that servers which are gone have left behind, usually because they were killed.
 
     Skips other users' directories, and those that are locked, or used by an engine or a registered frontend.
     Engines and locks are noticed even if their processes are not visible here (in another container with the
@@ -333,8 +340,8 @@ _NAME = re.compile(r"(?P<server>quire-[0-9]{1,10}-(?P<pid>[0-9]{1,9})-[0-9a-f]{8
 def _server_name(pid: int, start_time: int) -> str:
     """Returns the prefix of the directory names of a server's engines.
 
-    It includes start time and boot id, because a container's server has the pid of its predecessor, whose
-    files may still exist.
+    It includes a hash of start time and boot id, because a container's server may have the pid of its
+    predecessor, whose files may still exist.
     """
     return f"quire-{os.getuid()}-{pid}-{_digest(f'{start_time} {_boot_id()}')[:8]}"
 
@@ -352,7 +359,7 @@ def _digest(text: str) -> str:
 
 
 def wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
-    """Waits for a process to end, and kills it after `timeout_s`."""
+    """Waits for the process with this pid and start time to end, and kills it after `timeout_s`."""
     pidfd = open_verified_pidfd(pid, start_time)
     if pidfd is None:
         return
@@ -365,7 +372,8 @@ def wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
 
 
 def engine_python() -> str:
-    """Returns the Python interpreter for the engine; a Triton stub's own `sys.executable` is not reliable."""
+    """Returns the Python interpreter for the engine: QUIRE_PYTHON if set, else one of this installation or of
+    PATH. (A Triton stub's own `sys.executable` is not reliable.)"""
     named = os.environ.get("QUIRE_PYTHON")
     if named:
         return named
@@ -377,8 +385,9 @@ def engine_python() -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """Returns the engine's environment: our packages importable, UTF-8 whatever the stub's locale is, and
-    OpenMP threads that spin only briefly unless GOMP_SPINCOUNT is set."""
+    """Returns the environment variables for the engine: this process's, changed so that our packages are
+    importable, text is UTF-8 whatever the stub's locale is, and threads of GNU OpenMP spin only briefly
+    (unless GOMP_SPINCOUNT is set)."""
     environment = dict(os.environ)
     environment["PYTHONUTF8"] = "1"
     # OpenMP's threads spin while they wait for each other, by default for milliseconds. Where another process

@@ -34,10 +34,10 @@ from quire.outputs import ModelRunnerOutput, RowOutput, RunnerInfo, SchedulerOut
 from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready, Start
 
 CLOSE_WAIT_S = 10.0
-"""Seconds that a worker may take to end before it is killed."""
+"""Seconds that the workers of a group have to end before those left are killed."""
 FAILED_WAIT_S = 5.0
-"""Seconds to wait for the other ranks after one has failed. If all ranks fail alike, each answers in time; a
-rank that waits for a failed one would wait for ever."""
+"""Seconds to wait for the other ranks after one has failed. If all ranks fail alike, each should answer in
+time; a rank that waits for a failed one may never answer."""
 
 
 class MappedBlocks:
@@ -86,15 +86,15 @@ class RemoteBlocks:
         self.block_bytes = block_bytes
 
     def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """See `BlockAccess`."""
+        """Raises NotImplementedError: this process cannot reach the blocks."""
         raise NotImplementedError
 
     def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """See `BlockAccess`."""
+        """Raises NotImplementedError: this process cannot reach the blocks."""
         raise NotImplementedError
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `BlockAccess`."""
+        """Raises NotImplementedError: this process cannot reach the blocks."""
         raise NotImplementedError
 
 
@@ -138,8 +138,8 @@ class Worker:
         return WorkerLostError(f"the worker process of rank {self.rank} is gone (exit status {status})")
 
     def hang_up(self) -> None:
-        """Tells the worker to end. Closing the socket is not enough, because forks of this process hold it,
-        too."""
+        """Tells the worker to end. Does nothing in a fork of the process that made this object. (Closing the
+        socket is not enough, because forks may hold it, too.)"""
         if os.getpid() != self._pid:
             return  # a fork of its owner has no say
         with contextlib.suppress(OSError):
@@ -153,8 +153,8 @@ class WorkerGroup:
 
     Raises:
         QuireError: a worker reports why it cannot start.
-        WorkerLostError: a worker died (at the start, or later in any method), or failed while others wait for
-            it.
+        WorkerLostError: a worker died, or failed while others wait for it. Methods that talk to the workers
+            raise it, too.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -272,14 +272,15 @@ class WorkerGroup:
             worker.hang_up()
 
     def _kill(self) -> None:
-        """Kills all ranks. Those that wait for a rank that is gone or has failed do not read their
-        sockets."""
+        """Kills all worker processes. (A rank that waits for one that is gone or has failed would not notice
+        that its socket is closed.)"""
         for worker in self._workers:
             worker.process.kill()
 
     def _result(self) -> ModelRunnerOutput | Failed:
-        """Returns the result of the oldest computed step: the failure of a rank, else the first rank's
-        result. Rows for which the ranks have not sampled the same tokens have an error in it."""
+        """Receives each rank's result of the next step, in the order of launches. Returns the failure of a
+        rank, else the first rank's result. Rows for which the ranks have not sampled the same tokens have an
+        error in it."""
         results = self._receive_all()
         self._num_computing -= 1
         for one in results:
@@ -312,7 +313,7 @@ class WorkerGroup:
         return answers
 
     def _receive_all(self) -> list[Any]:
-        """Returns the next message of each worker."""
+        """Waits for the next message of each worker and returns them in the order of the ranks."""
         answers = self._answers  # kept where this is interrupted: nobody answers twice
         failed: tuple[int, Failed] | None = None
         deadline: float | None = None
@@ -334,9 +335,10 @@ class WorkerGroup:
 
 
 def _agreed(rows: tuple[RowOutput, ...]) -> RowOutput:
-    """Returns the row's output if the ranks have sampled the same tokens. If they have not, or a rank reports
-    an error, returns an error for this row alone. (A random custom logits processor, or a grammar that timed
-    out on one rank, can cause this.)"""
+    """Returns the output of a row, given each rank's output for it: the first rank's if all have sampled the
+    same tokens. If they have not, or a rank reports an error, the output has an error, which ends this row's
+    request alone. (A random custom logits processor, or a grammar that timed out on one rank, can cause
+    this.)"""
     for row in rows:
         if row.error:
             return row

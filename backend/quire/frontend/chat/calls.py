@@ -1,4 +1,5 @@
-"""Readers of one tool call, or of its arguments alone. They pass what they read to the sink as it arrives."""
+"""Readers of one tool call, or of its arguments alone. They pass the text on to the sink as soon as they
+can."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class ArgumentsReader:
         return self._reader.is_bad
 
     def feed(self, text: str, start: int) -> int:
-        """Passes on the arguments' part of `text[start:]`. Returns the index after it (`JsonReader.feed`)."""
+        """Passes on the arguments' part of `text[start:]`, and ends the call when they are complete. Returns
+        the index after the part (`JsonReader.feed`)."""
         end = self._reader.feed(text, start)
         self._sink.arguments(text[start:end])
         if self.is_done:
@@ -39,7 +41,8 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """Reads a call written as an object `{"name": ..., "arguments": {...}}`; the key may be "parameters".
+    """Reads a call written as an object `{"name": ..., "arguments": {...}}`, or with the key "parameters" in
+    place of "arguments".
 
     Other keys are ignored. The sink gets the name and the first arguments when both have arrived. Arguments
     written as a string or null must be complete for that. A call without arguments begins when its object
@@ -73,7 +76,8 @@ class CallReader:
         self._held: list[str] = []
         self._has_arguments = False
         self._arguments = ""
-        """First character of the arguments: `{` object, `"` string with one, `n` null; empty: none yet."""
+        """First character of the arguments: `{` object, `"` string with one, `n` null; empty: none yet. With
+        another character the call is bad."""
         self.has_begun = False
 
     @property
@@ -155,7 +159,8 @@ class CallReader:
         return True
 
     def _tell_whole(self) -> bool:
-        """Passes on arguments that are a string or null, once they are complete."""
+        """Passes on arguments that are a string or null, once they are complete. Returns False if they stand
+        for no valid object."""
         if not self._has_arguments:
             return True
         value = json.loads("".join(self._held))
