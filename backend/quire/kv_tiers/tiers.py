@@ -256,8 +256,8 @@ class KVTiers:
         """Copies blocks out of the pool, where they may be overwritten as soon as this returns.
 
         Pinned blocks go to the host tier only. They are there on return, unless it has no room or they were
-        dropped before. Other blocks go to all tiers if a tier lacks them, unless the tiers were
-        cleared since the save was planned. A tier that rests is left out, and a store may skip blocks.
+        dropped before. Other blocks go to all tiers if a tier lacks them, unless the tiers were cleared since
+        the save was planned. A tier that rests is left out, and a store may skip blocks.
         """
         wanted = [save for save in saves if save.pinned or not all(t.contains(save.key) for t in self._tiers)]
         rows = len(self._save_buffer)
