@@ -1,7 +1,7 @@
 """KV tiers: blocks in host memory, on disk and in third-party stores, behind one interface.
 
-The engine holds a `KVTiers`; a store implements `KVConnector` (docs/kv-tiers.md). Nothing here imports torch:
-blocks are rows of bytes, and only a `BlockAccess` knows where the pool lies.
+The engine holds a `KVTiers`; a store implements `KVConnector` (docs/kv-tiers.md). Nothing here imports torch.
+For a store, blocks are rows of bytes; a `BlockAccess` reads and writes the pool.
 """
 
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector

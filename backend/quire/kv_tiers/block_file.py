@@ -1,11 +1,10 @@
 """Files with one block each: a header that identifies the block, then the block.
 
-A file is written under a temporary name and renamed when it is complete, so a killed process leaves a
-temporary file or nothing. The checksum detects files damaged by a power failure or a bad disk, so nothing
-waits for fsync. The checksum is XXH3-128, which reads memory at 30 GB/s; SHA-256 manages 1 and BLAKE2b 0.3
-(one Xeon core with SHA extensions), so it costs nothing beside the disk. It protects against accidents only:
-whoever may write into the directory (mode 0700) could sign anything. A CRC-32 would miss one accident in 4
-billion, which would show as silently wrong tokens.
+A file is written under a temporary name and renamed when it is complete, so a process that is killed leaves
+no incomplete file under a block's name. The checksum (XXH3-128) detects files damaged by a power failure or a
+bad disk, so nothing waits for fsync. It takes little time compared with the disk. It protects against
+accidents only: whoever may write into the directory (mode 0700) could sign anything. A CRC-32 would miss one
+accident in 4 billion, which would show as silently wrong tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ MAGIC = b"quireKV1"
 """First bytes of a block file, including the version of its format."""
 
 _HEADER = struct.Struct("<8sQ16sI32s")
-"""Header: magic, bytes of the block, fingerprint, length of the key, key (padded with zeros). The checksum
-follows it."""
+"""Header: magic, size of the block in bytes, fingerprint, length of the key, key (padded with zeros). The
+checksum follows it."""
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 
@@ -41,7 +40,7 @@ def _header(fingerprint: str, key: bytes, data: BlockArray) -> bytes:
 
 
 def write_block(path: Path, temporary: Path, fingerprint: str, key: bytes, data: BlockArray) -> None:
-    """Writes a file of mode 0600 that other processes see complete or not at all.
+    """Writes a file of mode 0600, which gets the name `path` only when it is complete.
 
     Args:
         temporary: a path in the same file system that no other writer uses.
@@ -49,7 +48,7 @@ def write_block(path: Path, temporary: Path, fingerprint: str, key: bytes, data:
         data: uint8 [block_bytes].
 
     Raises:
-        OSError: nothing was written (disk full, directory gone).
+        OSError: `path` is unchanged. For example, the disk is full, or the directory is gone.
     """
     try:
         with open(temporary, "wb", opener=_private) as file:
@@ -83,7 +82,7 @@ def read_block(path: Path, fingerprint: str, key: bytes, out: BlockArray) -> Non
 
 
 def key_of(name: str) -> bytes | None:
-    """Returns the key in a file's name; None: it is not a block file."""
+    """Returns the key in a file's name; None: `name` is not that of a block file."""
     if not name.endswith(".kv"):
         return None
     try:
@@ -94,5 +93,6 @@ def key_of(name: str) -> bytes | None:
 
 
 def allocated_bytes(size: int) -> int:
-    """Returns the bytes that a file of `size` bytes occupies, in the usual file systems' pages."""
+    """Returns the bytes that a file of `size` bytes occupies on disk, if the file system allocates units of
+    4096 bytes."""
     return -(-size // 4096) * 4096

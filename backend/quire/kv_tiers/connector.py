@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 BlockArray: TypeAlias = npt.NDArray[np.uint8]
-"""C-contiguous uint8 [n, block_bytes], one block a row."""
+"""uint8 [n, block_bytes], one block a row; or [block_bytes], a single block. Arrays that a KVConnector gets
+are C-contiguous."""
 
 MAX_KEY_BYTES = 32
 
@@ -24,7 +25,7 @@ class BlockAccess(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: what every layer in its KV group keeps there, scales included."""
+        """Bytes of one block. It has room for what all layers of its KV group keep there, scales included."""
 
     def read(self, block_ids: list[int], out: BlockArray) -> None:
         """Copies blocks out of the pool. On return, `out` [len(block_ids), block_bytes] holds them."""
@@ -34,30 +35,31 @@ class BlockAccess(Protocol):
         it."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target) blocks inside the pool; all sources are read before any target is
-        written."""
+        """Copies (source, target) pairs of blocks inside the pool. A target gets what its source held before
+        the call, even if the source is also a target."""
 
 
 class KVConnector(ABC):
     """A store of blocks by key.
 
-    A key (16 to 32 bytes) identifies its content. Until the key is dropped, each save of it has equal
-    content, so a store may keep the block it has. A store may forget any block at any time, except those that
-    it promises to keep, such as the pinned ones of HostTier.
+    A key (16 to 32 bytes) identifies the content of a block. Until the key is dropped, contents that are
+    saved under it are interchangeable, so a store may keep the block it has. A store may forget any block at
+    any time, except those that it promises to keep, such as the pinned ones of HostTier.
 
-    Threads: any thread may call any method at any time, also while another call is under way; only `close` is
-    called last and once. The engine's and the runner's threads call `contains`, `save`, `touch`, `prefetch`,
-    `drop`, `clear` and `stats` while a step waits, so these methods must not access a network or a disk. The
-    transfer thread calls `load`, which may be slow.
+    Threads: any thread may call any method at any time, also while another call is under way. `close` is
+    called once, when the store is no longer needed; a `load` that takes very long may still be under way. The
+    engine's and the runner's threads call `contains`, `save`, `touch`, `prefetch`, `drop`, `clear` and
+    `stats` while a step waits, so these methods must not wait for a network or a disk. The transfer thread
+    calls `load`, which may be slow.
 
     Failures: a method may raise. `KVTiers` then counts the failure, treats it as a miss and neither loads
-    from the store nor saves to it for a few seconds. So a lost store costs only recomputation. (A failure of
-    `stats` only leaves them out.)
+    from the store nor saves to it for a few seconds. So a lost store costs only recomputation. After a
+    failure of `stats`, only the store's statistics are missing.
 
     A store named by the configuration key `kv_connector` as "module:Class" is built as
     `Class(block_bytes=..., fingerprint=..., **options)`, with the key's `options`. Blocks of another
-    fingerprint (`quire.kv_tiers.fingerprint`) belong to other weights or another layout and must never be
-    returned.
+    fingerprint (`quire.kv_tiers.fingerprint`) may belong to other weights or another layout, and must never
+    be returned.
     """
 
     name: ClassVar[str]
@@ -65,20 +67,20 @@ class KVConnector(ABC):
 
     @abstractmethod
     def contains(self, key: bytes) -> bool:
-        """Returns whether `load` would probably find the block; called for every block of every waiting
-        prompt."""
+        """Returns whether `load` would probably find the block. It is called very often, for blocks of
+        waiting prompts."""
 
     @abstractmethod
     def save(self, keys: Sequence[bytes], data: BlockArray) -> None:
-        """Copies blocks into the store; `data` [len(keys), block_bytes] is overwritten after the return.
+        """Copies blocks into the store; `data` [len(keys), block_bytes] may be overwritten after the return.
 
-        Must return fast. Slow writes belong on a thread of the store behind a bounded queue; if that is full,
-        blocks are skipped.
+        The method must return fast. Slow writes belong on a thread of the store behind a bounded queue; if
+        that is full, blocks are skipped.
         """
 
     @abstractmethod
     def load(self, keys: Sequence[bytes], out: BlockArray) -> int:
-        """Copies blocks into the rows of `out` [len(keys), block_bytes]; may block.
+        """Copies blocks into the rows of `out` [len(keys), block_bytes]; may take long.
 
         Returns:
             Number of leading rows that are complete and verified. Loading stops at the first block that is
@@ -86,22 +88,23 @@ class KVConnector(ABC):
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027
-        """Hints that these blocks are about to be loaded, so they should not be evicted next."""
+        """Hints that these blocks will probably be loaded soon, so they should not be evicted next."""
 
     def prefetch(self, keys: Sequence[bytes]) -> None:  # noqa: B027
         """Hints that these blocks may be loaded soon; a remote store may begin to fetch them."""
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forgets blocks; ignores unknown keys. Afterwards `contains` returns False and `load` misses."""
+        """Forgets blocks; ignores unknown keys. Later calls of `contains` and `load` do not find the blocks,
+        unless they are saved again."""
 
     @abstractmethod
     def clear(self) -> int:
         """Forgets all blocks of this model except pinned ones; returns how many."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until the store has completed all earlier saves and drops; returns False after `timeout_s`
-        seconds."""
+        """Waits until the store has processed all earlier saves and drops. Returns False if that takes longer
+        than `timeout_s` seconds (None: no limit)."""
         return True
 
     @abstractmethod
@@ -110,4 +113,5 @@ class KVConnector(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Returns finite numbers by name. `blocks` and `bytes` count what the store holds for this model."""
+        """Returns finite numbers by name, among them `blocks` and `bytes`: how much the store holds for this
+        model."""

@@ -4,11 +4,11 @@
     DIRECTORY/<fingerprint>/write.tmp         the block that is being written
     DIRECTORY/<fingerprint>/<2 digits>/<key>.kv
 
-Each block has its own file rather than a record in a large segment. A rename makes a write atomic; an unlink
-frees exactly one block at once; the modification time persists the order of use; and damage is limited to one
-block. Segments would need compaction for every eviction. They would save the file system's work per file,
-some 0.3 ms of the writer thread, which matters only for small blocks (an 8B model's have 2 MiB). They would
-also save a scan at start: 1 s for 100 000 blocks.
+The 2 digits are the first of the key. Each block has its own file rather than a record in a large segment. A
+rename makes a write atomic, an unlink frees one block, and damage is limited to one block. A file's
+modification time tells later processes about when its block was last used. Segments would need compaction.
+They would save the file system's work per file, which matters for small blocks, and the scan of many files at
+start.
 """
 
 from __future__ import annotations
@@ -44,30 +44,33 @@ logger = logging.getLogger("quire")
 
 LOCK_RETRY_S = 1.0
 RESCANS_PER_CAPACITY = 16
-"""How often other models' files are counted again while one capacity's worth of bytes is written."""
+"""Number of parts of the capacity: whenever this process has written about one part, it counts other models'
+files again."""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a directory that can be read but not written for now."""
+"""Numbers of the errors after which DiskTier takes a directory as one that cannot be written for now, and
+starts all the same."""
 
 
 class DiskTier(KVConnector):
     """Stores the blocks of one model in files, and bounds the files of all models in the directory.
 
     Saved blocks wait in memory for a writer thread; they can be loaded meanwhile. Evictions and removals run
-    on the same thread, so once it runs only it writes and removes blocks; loads only set modification times.
+    on the same thread. So once it runs, no other thread of this process writes or removes blocks; loads only
+    set modification times.
 
-    One process per fingerprint writes. Any other reads the blocks that existed when it started and saves
-    nothing; it becomes the writer when the first has ended. Processes with other fingerprints may share the
-    directory. Each counts the others' files and may evict the oldest of them, which the others see as a miss.
-    A process counts them again at the latest when it has written 1/16 of the bound, so several at work may
-    exceed the bound by that much each.
+    One process per fingerprint writes. Another process with that fingerprint finds only blocks that were
+    there when it started, and saves nothing. When the writer has ended, another process becomes the writer
+    with one of its next saves. Processes with other fingerprints may share the directory. The writers among
+    them count each other's files and may evict the oldest, which the others see as a miss. A process counts
+    these files only now and then (RESCANS_PER_CAPACITY), so several at work may exceed the bound for a while.
 
-    If the disk is full, read-only or gone, blocks are not stored and a warning is logged. The disk is used
-    again when it is back: a removed directory is created again by the next save.
+    If the disk is full or read-only, blocks are not stored, a warning is logged, and later saves try again.
+    If the directory was removed, a later save tries to create it.
 
-    After `clear` by the writer the blocks are not found again, unless the process ends before the files are
-    removed. After `clear` by another process only that process no longer finds them.
+    `clear` by the writer also removes the files, a little later. `clear` by another process hides the blocks
+    from that process, until it becomes the writer.
     """
 
     name: ClassVar[str] = "disk"
@@ -82,13 +85,13 @@ class DiskTier(KVConnector):
         max_queued_bytes: int = 2**27,
     ) -> None:
         """Scans the directory. If this process is the writer, also deletes files of the wrong size, and
-        evicts blocks beyond the capacity.
+        evicts blocks of all models beyond the capacity.
 
         Args:
-            capacity_bytes: most bytes that all blocks in the directory occupy on disk.
+            capacity_bytes: bound of the bytes that the blocks of all models in the directory occupy on disk.
             fingerprint: 32 hex digits.
-            max_queued_bytes: most bytes of blocks that wait to be written, at least one block; beyond it
-                saves are skipped.
+            max_queued_bytes: most bytes of blocks that wait to be written; beyond it saves are skipped. There
+                is room for one block at least.
 
         Raises:
             ConfigError: the directory cannot be used, or the capacity is less than one block. A directory
@@ -108,27 +111,30 @@ class DiskTier(KVConnector):
         self._max_queued = max(max_queued_bytes, block_bytes)
         self._lock = threading.Condition()
         self._index: OrderedDict[bytes, float] = OrderedDict()
-        """Blocks on disk, with the time of latest use (seconds since the epoch), oldest first."""
+        """Keys of the blocks that can be found on disk, least recently used first, with the time of the
+        latest use that this process knows of (seconds since the epoch)."""
         self._pending: dict[bytes, BlockArray] = {}
-        """Blocks that wait to be written, each a uint8 [block_bytes]."""
+        """Blocks that are not written yet, by key, each a uint8 [block_bytes]."""
         self._spare: list[BlockArray] = []
-        """Buffers of written blocks, for reuse: new memory would cost more than the copy into it."""
+        """Buffers that hold no block any more, for reuse: new memory would cost more than the copy into
+        it."""
         self._num_buffers = 0
         """Number of block buffers made so far: the spare ones, and those of blocks still to be written."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = self._is_closing = False
         self._on_disk: set[bytes] = set()
-        """Keys of this model's files, including forgotten ones still to be removed; used only by the writer
-        thread."""
+        """Keys of this model's files as far as known, including forgotten ones still to be removed. Only the
+        writer thread uses it after `__init__`."""
         self._foreign: list[tuple[float, int, str]] = []
-        """Files of other models as (mtime, bytes, path), oldest last; used only by the writer thread."""
+        """Blocks of other models as (mtime, bytes, path), oldest last, from the latest scan. Only the writer
+        thread uses it after `__init__`."""
         self._foreign_bytes = self._written_since_scan = 0
         self._counts = dict.fromkeys(
             ("saved", "loaded", "evicted", "damaged", "lost", "dropped", "failed"), 0
         )
         self._shards: set[str] = set()
         self._unremoved: dict[bytes, None] = {}
-        """Keys of forgotten blocks whose files could not be removed yet; used only by the writer thread."""
+        """Keys of forgotten blocks whose files the writer thread is removing, or could not remove yet."""
         self._warnings = ThrottledWarnings()
         self._lock_fd: int | None = None
         self._next_attempt = 0.0
@@ -224,8 +230,8 @@ class DiskTier(KVConnector):
             return self._lock.wait_for(lambda: not self._jobs and not self._is_working, timeout_s)
 
     def close(self) -> None:
-        """Writes the queued blocks, at most `max_queued_bytes`, and releases the directory to other
-        processes."""
+        """Ends the writer thread after it has processed its queue, and lets another process become the
+        writer."""
         with self._lock:
             self._is_closing = True
             self._lock.notify_all()
@@ -272,7 +278,8 @@ class DiskTier(KVConnector):
             self._lock.notify_all()
 
     def _take_over(self) -> bool:
-        """Makes this process the writer if there is none any more; returns whether it is."""
+        """Tries to make this process the writer, unless it tried less than LOCK_RETRY_S ago; returns whether
+        it succeeded."""
         if time.monotonic() < self._next_attempt or self._is_closing:
             return False
         try:
@@ -289,7 +296,7 @@ class DiskTier(KVConnector):
         succeeded.
 
         Raises:
-            OSError: the directory or the lock cannot be created.
+            OSError: the directory or the lock cannot be created or used.
             ConfigError: the directory belongs to another user.
         """
         self._next_attempt = time.monotonic() + LOCK_RETRY_S
@@ -401,7 +408,7 @@ class DiskTier(KVConnector):
 
     def _write_file(self, key: bytes, block: BlockArray) -> bool:
         """Writes a block's file, after evicting others if there is too little room. Returns False if there is
-        no room even so. Raises OSError; then nothing was written."""
+        no room even so. Raises OSError if the block cannot be written or another one cannot be removed."""
         if not self._make_room(self.file_bytes):
             return False
         path = self._path(key)
@@ -414,7 +421,7 @@ class DiskTier(KVConnector):
         return True
 
     def _holds_lock(self) -> bool:
-        """Returns whether the directory is still the one whose lock this process holds."""
+        """Returns whether the directory's lock file is the one that this process has locked."""
         assert self._lock_fd is not None, "only the writer writes"
         try:
             return os.path.samestat((self._directory / "lock").stat(), os.fstat(self._lock_fd))
@@ -422,8 +429,8 @@ class DiskTier(KVConnector):
             return False
 
     def _begin_anew(self) -> None:
-        """Creates and locks the directory as at start, because it was removed or another disk was mounted
-        there."""
+        """Tries to become the writer again, creating the directory if necessary, and scans it. It was removed
+        or replaced, for example because another disk was mounted there."""
         with self._lock:  # else a save might try for the lock meanwhile, and find it taken: by ourselves
             self._is_owner = False
             self._is_owner = self._try_lock()
@@ -432,7 +439,8 @@ class DiskTier(KVConnector):
         self._scan()
 
     def _remove(self, keys: list[bytes]) -> None:
-        """Removes files, including those that could not be removed before; raises OSError if that fails."""
+        """Removes the files of these keys, and those that could not be removed before. Raises OSError if one
+        cannot be removed."""
         self._unremoved.update(dict.fromkeys(keys))
         while self._unremoved:
             self._unlink(next(iter(self._unremoved)))
@@ -443,8 +451,9 @@ class DiskTier(KVConnector):
         self._unremoved.pop(key, None)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evicts the least recently used blocks of all models until `num_bytes` more fit; returns whether
-        they do."""
+        """Evicts old blocks of all models until `num_bytes` more fit, those first that were used longest ago
+        as far as this process knows; returns whether they fit. Files of forgotten blocks are removed
+        before."""
         self._written_since_scan += num_bytes
         if self._written_since_scan * RESCANS_PER_CAPACITY > self._capacity:
             self._scan_foreign()
@@ -480,7 +489,8 @@ class DiskTier(KVConnector):
             self._directory.chmod(0o700)
 
     def _scan(self) -> None:
-        """Builds the index from the files on disk; the writer also deletes invalid files."""
+        """Builds the index from the files on disk, and counts other models' files. If this process is the
+        writer, deletes files of the wrong size."""
         found: list[tuple[float, bytes]] = []
         for key, mtime, size, path in _block_files(self._directory):
             if size == HEADER_BYTES + self.block_bytes:
@@ -510,8 +520,8 @@ class DiskTier(KVConnector):
 
 
 def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str]]:
-    """Yields key, modification time, bytes and path of each block of one model; skips files that vanish
-    meanwhile."""
+    """Yields key, modification time, size in bytes and path of each block of one model; skips files that
+    vanish meanwhile."""
     for shard in _entries(directory):
         if not shard.is_dir(follow_symlinks=False):
             continue
@@ -527,7 +537,7 @@ def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str
 
 
 def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
-    """Returns the entries of a directory; none if it is gone or belongs to another user."""
+    """Returns the entries of a directory; none if it is gone or may not be read."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)

@@ -1,6 +1,6 @@
 """fingerprint: decides whether this process may use another process's KV blocks.
 
-Two engines have the same fingerprint only if they would fill a block of the same tokens with the same bits.
+Two engines have the same fingerprint only if blocks of the same tokens are interchangeable between them.
 Every key of the engine's configuration counts unless it is in HARMLESS_KEYS. So an overlooked key at worst
 separates equal blocks, which costs recomputation.
 """
@@ -46,11 +46,12 @@ def needs_fingerprint(cache: CacheConfig) -> bool:
 
 
 def fingerprint(config: EngineConfig, resolved: Mapping[str, Any]) -> str:
-    """Returns 32 hex digits that identify everything that decides the bits of a block.
+    """Returns 32 hex digits: a hash of the configuration without HARMLESS_KEYS, and of `resolved`.
 
     Args:
         config: the engine's configuration; the frontend's keys do not count.
-        resolved: values derived from it, as JSON: the runner's `kv_identity`, and the blocks' layout.
+        resolved: JSON values that say what else decides a block: the runner's `kv_identity`, and the blocks'
+            layout.
     """
     keys = {
         key: value

@@ -17,9 +17,9 @@ from quire_common.machine import available_memory
 class HostTier(KVConnector):
     """Holds blocks in one allocation of at most `capacity_bytes`, in slots of one block each.
 
-    Data is copied outside the lock, so no call waits for another thread's copy, except a pinned save that
-    finds all slots pinned or being filled. A reader compares the slot's generation before and after its copy;
-    if the slot was given to another block in between, the read is a miss.
+    Data is copied outside the lock, so no call waits for another thread's copy, except that a pinned save may
+    if all slots are pinned or being filled. A reader compares the slot's generation before and after its
+    copy; if the slot was given to another block in between, the read is a miss.
     """
 
     name: ClassVar[str] = "host"
@@ -29,7 +29,7 @@ class HostTier(KVConnector):
 
         Raises:
             ConfigError: the capacity is less than one block, or more than the memory available on the machine
-                and in our control group.
+                and in this process's control group.
         """
         self.num_slots = capacity_bytes // block_bytes
         if self.num_slots < 1:
@@ -52,7 +52,7 @@ class HostTier(KVConnector):
         self._generation = [0] * self.num_slots
         """Number of times that each slot was given to a block."""
         self._cached: OrderedDict[bytes, int] = OrderedDict()
-        """Slot of each key, least recently used first; a key is either here or among the pinned ones."""
+        """Slots of the blocks that are not pinned, by key, least recently used first."""
         self._pinned: dict[bytes, int] = {}
         self._num_saved = self._num_loaded = self._num_evicted = self._num_dropped = 0
 
@@ -64,9 +64,9 @@ class HostTier(KVConnector):
         return count <= self.num_slots - len(self._pinned)
 
     def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:
-        """Copies blocks into the tier; pinned ones stay until `drop`. Blocks are skipped when all slots are
-        pinned or, unless `pinned` is set, being filled. Pinned blocks that `can_pin` allowed are not skipped
-        if nothing else was pinned since."""
+        """Copies blocks into the tier; pinned ones stay until `drop`. A block is skipped if all slots are
+        pinned or being filled; with `pinned`, the call first waits for those being filled. Pinned blocks that
+        `can_pin` allowed are not skipped if nothing else was pinned since."""
         for key, row in zip(keys, data, strict=True):
             self._save(key, row, pinned)
 

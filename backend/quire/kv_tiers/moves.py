@@ -1,4 +1,4 @@
-"""Moves blocks between a pool and the tiers, and in and out of host memory."""
+"""Moves blocks between a pool and the tiers, and copies blocks of a pool in host memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def move_blocks(output: SchedulerOutput, pool: BlockAccess, tiers: KVTiers | Non
 
 
 def read_rows(pool: BlockArray, block_ids: Sequence[int], out: BlockArray) -> None:
-    """Copies blocks out of a pool in host memory, one memcpy each; other threads run meanwhile.
+    """Copies blocks out of a pool in host memory.
 
     Args:
-        pool: [num_blocks, block_bytes].
-        out: [n, block_bytes].
+        pool: uint8 [num_blocks, size]: the pool, or the same part of each of its blocks.
+        out: uint8 [len(block_ids), size].
     """
     for row, block_id in enumerate(block_ids):
         out[row] = pool[block_id]
 
 
 def write_rows(pool: BlockArray, block_ids: Sequence[int], data: BlockArray) -> None:
-    """Copies blocks into a pool in host memory; for the arguments see `read_rows`."""
+    """Copies the rows of `data`, uint8 [len(block_ids), size], to blocks of a pool in host memory; for `pool`
+    see `read_rows`."""
     for row, block_id in enumerate(block_ids):
         pool[block_id] = data[row]

@@ -1,4 +1,4 @@
-"""ThrottledWarnings: logs one line for a lasting problem, however often it occurs."""
+"""ThrottledWarnings: logs a lasting problem once, rather than each time it occurs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 logger = logging.getLogger("quire")
 
 QUIET_S = 60.0
-"""Seconds without an occurrence of a cause after which the cause is logged again."""
+"""Seconds without an occurrence of a cause after which its next occurrence is logged."""
 
 
 class ThrottledWarnings:
-    """Logs each cause once while it lasts."""
+    """Logs warnings, except those that follow another one of the same cause too soon."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -33,21 +33,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 * 2**20
-"""Size of the buffers through which blocks move, unless one block is larger."""
+"""Most bytes of a buffer through which blocks move, unless one block is larger."""
 MAX_DROPPED_EARLY = 65536
-"""Most keys remembered in case the pinned save of a dropped block is still under way."""
+"""Most keys of dropped blocks that KVTiers remembers because their pinned saves may still come."""
 MAX_PREFETCHES = 4096
 """Most blocks that may wait for prefetching; further ones are skipped."""
 REST_S = 5.0
-"""Seconds for which a store that raised gets neither loads nor saves."""
+"""Seconds for which a store that raised usually gets neither loads nor saves."""
 CLOSE_TIMEOUT_S = 10.0
 RATE_MEMORY = 0.9
-"""Weight of earlier transfers in a measured rate when a new one is added."""
+"""Factor by which the weight of earlier transfers in a measured rate shrinks with each new transfer."""
 
 
 class _Tier:
-    """A store whose failures count as misses. After an exception it gets neither loads nor saves for REST_S;
-    then it is tried again."""
+    """A store whose failures count as misses. After an exception, except in `stats`, the tier rests for
+    REST_S: `is_resting` is true, and `contains` returns False."""
 
     def __init__(self, store: KVConnector, clock: Callable[[], float]) -> None:
         self.store = store
@@ -61,7 +61,7 @@ class _Tier:
         return self._rests_until > 0.0 and self._clock() < self._rests_until
 
     def attempt(self, otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a method of the store; returns `otherwise` if that fails."""
+        """Calls a method of the store; returns `otherwise` if it raises an Exception."""
         try:
             return method(*args, **kwargs)
         except Exception as error:
@@ -69,7 +69,8 @@ class _Tier:
             return otherwise
 
     def contains(self, key: bytes) -> bool:
-        """Returns whether the store has the block; called so often that it does not use `attempt`."""
+        """Returns whether the store says that it has the block; False while the tier rests or if the store
+        fails."""
         if self.is_resting:
             return False
         try:
@@ -79,7 +80,8 @@ class _Tier:
             return False
 
     def stats(self) -> dict[str, float]:
-        """Returns the store's statistics; empty if they are not finite numbers by name."""
+        """Returns the store's statistics; empty if the store raises, or if they are not finite numbers by
+        name."""
         try:
             found = {str(name): float(value) for name, value in self.store.stats().items()}
             if all(map(math.isfinite, found.values())):
@@ -98,7 +100,7 @@ class _Tier:
 
 
 class _Rate:
-    """Bytes per second: the bytes of all transfers over their seconds, of which earlier ones count less."""
+    """Average bytes per second of transfers, in which later transfers count more."""
 
     def __init__(self) -> None:
         self._num_bytes = self._seconds = 0.0
@@ -115,13 +117,14 @@ class KVTiers:
 
     The engine's thread calls the scheduler's half: `contains`, `touch`, `can_pin`, `is_loading`, `prefetch`,
     `drop`, `clear`, `stats`. The runner's thread, which may be another one, calls `save`, `start_load` and
-    `poll`; the engine's thread calls `poll` as well while nothing is computed. Neither waits for a disk or a
-    network: a separate thread carries out loads and prefetches.
+    `poll`; the engine's thread calls `poll` as well while nothing is computed. A separate thread carries out
+    loads and prefetches.
 
-    Pinned blocks (of swapped requests) are only in the host tier. Each has its own key, which is saved once
-    and dropped once, in either order; so a plan carried out after its request has gone leaves nothing behind.
-    `can_pin` does not know of planned saves that have not happened yet, so callers must add those to the
-    count. A pinned block that still finds no room is skipped, and its load reports so.
+    Pinned blocks (of swapped requests) are only in the host tier. Each has its own key, which is saved at
+    most once and dropped once. KVTiers remembers a drop that comes first (MAX_DROPPED_EARLY) and skips the
+    save, so a plan carried out after its request has gone leaves nothing behind. `can_pin` does not know of
+    planned saves that have not happened yet, so callers must add those to the count. A pinned block that
+    still finds no room is skipped, and a later load does not find it.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class KVTiers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes ownership of the stores, fastest first, and closes them at the end. Only the first may be a
+        """Takes ownership of the stores, fastest first; `close` closes them. Only the first may be a
         HostTier."""
         assert stores, "nothing to join"
         self._tiers = [_Tier(store, clock) for store in stores]
@@ -142,17 +145,19 @@ class KVTiers:
         self._load_buffer: BlockArray = np.empty((num_rows, access.block_bytes), dtype=np.uint8)
         self._save_rate, self._load_rate = _Rate(), _Rate()
         self.save_bytes_per_s: float | None = None
-        """Rate of the latest saves, including the runner's wait; None: nothing was saved yet."""
+        """Bytes per second of saves, in which later saves count more; None: nothing was saved yet. Waiting
+        for the device is included."""
         self.load_bytes_per_s: float | None = None
-        """Rate of the latest loads from the fastest tier, without their time in the queue; None: no load
-        yet."""
+        """Bytes per second of loads from the fastest tier, in which later loads count more; None: nothing was
+        loaded from it yet. The time in the queue is not included."""
         self.num_clears = 0
-        """Number of `clear` calls; the plan of each save contains it (`KVSave.num_clears`)."""
+        """Number of `clear` calls. The plan of a save that is not pinned contains the number at that time
+        (`KVSave.num_clears`)."""
         self._saving = threading.Lock()
-        """Lock held while blocks are saved, dropped or cleared."""
+        """Lock held during `drop` and `clear`, and while `save` calls the stores."""
         self._dropped_early: dict[bytes, None] = {}
-        """Keys that were dropped but not found, oldest first: their blocks were lost, or their saves are
-        still to come."""
+        """Keys that were dropped while the host tier did not have them, oldest first. Their saves may still
+        come."""
         self._changed = threading.Condition()
         self._loads: deque[KVLoad] = deque()
         self._prefetches: dict[bytes, None] = {}
@@ -176,8 +181,8 @@ class KVTiers:
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Marks blocks as the most recently used ones of each tier. It is called for blocks whose load is
-        planned, so that saves made before the load evict other blocks first."""
+        """Hints to each tier that these blocks will probably be loaded. It is called before a planned load,
+        among others, so that saves made before the load evict other blocks first."""
         for tier in self._tiers:
             tier.attempt(None, tier.store.touch, keys)
 
@@ -191,9 +196,9 @@ class KVTiers:
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Touches these blocks in all tiers. The transfer thread then copies the ones that the host tier
-        lacks into it from slower tiers, after all loads. Without a host tier, passes on the hint to each
-        store for the blocks that the first store lacks."""
+        """Touches these blocks in all tiers. The transfer thread then copies those that the host tier lacks
+        into it from slower tiers, when no load waits. At most MAX_PREFETCHES may wait for that. Without a
+        host tier, passes on the hint to each store for the blocks that the first store lacks."""
         self.touch(keys)
         wanted = [key for key in keys if not self._tiers[0].contains(key)]
         if self._host is None:
@@ -220,8 +225,8 @@ class KVTiers:
     def clear(self) -> int:
         """Forgets all blocks except pinned ones; returns how many, summed over the tiers.
 
-        Waits for saves under way. Saves that were planned before are not carried out, except those of pinned
-        blocks.
+        Waits if blocks are being written to the stores. Saves that were planned before are not carried out,
+        except those of pinned blocks.
         """
         with self._saving, self._changed:
             self.num_clears += 1
@@ -250,9 +255,9 @@ class KVTiers:
     def save(self, saves: Sequence[KVSave]) -> None:
         """Copies blocks out of the pool, where they may be overwritten as soon as this returns.
 
-        Pinned blocks go to the host tier only and, if it has room, are there on return. Others go to all
-        tiers if any tier lacks them; a tier that rests is left out, and a slow tier whose queue is full skips
-        them.
+        Pinned blocks go to the host tier only. They are there on return, unless it has no room or they were
+        dropped before. Other blocks go to all tiers if a tier lacks them, unless the tiers were cleared since
+        the save was planned. A tier that rests is left out, and a store may skip blocks.
         """
         wanted = [save for save in saves if save.pinned or not all(t.contains(save.key) for t in self._tiers)]
         rows = len(self._save_buffer)
@@ -285,7 +290,7 @@ class KVTiers:
         self.save_bytes_per_s = self._save_rate.add(data.nbytes, time.perf_counter() - began)
 
     def start_load(self, load: KVLoad) -> None:
-        """Begins to copy blocks into the pool, after the loads begun before; `poll` reports the end."""
+        """Queues a load of blocks into the pool, behind earlier loads; `poll` reports its end."""
         with self._changed:
             self._loading.add(load.load_id)
             self._loads.append(load)
@@ -296,7 +301,7 @@ class KVTiers:
         valid).
 
         Args:
-            timeout_s: seconds to wait for the first one, if any is under way.
+            timeout_s: most seconds to wait for the first one, if any is under way.
         """
         with self._changed:
             if self._loading and timeout_s > 0:
@@ -306,8 +311,8 @@ class KVTiers:
         return done
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until no block is moving, in the stores as well. Returns False after `timeout_s` seconds,
-        which apply to each store separately."""
+        """Waits for all loads and prefetches, then for each store's background work. Returns False if one of
+        these takes longer than `timeout_s` seconds (None: no limit), or if a store fails."""
         with self._changed:
             is_idle = self._changed.wait_for(
                 lambda: not (self._loads or self._prefetches or self._is_working), timeout_s
@@ -315,7 +320,8 @@ class KVTiers:
         return is_idle and all(tier.attempt(False, tier.store.flush, timeout_s) for tier in self._tiers)
 
     def close(self) -> None:
-        """Ends the load under way after its current chunk, then closes the stores."""
+        """Ends the load under way after its current chunk, for which it waits CLOSE_TIMEOUT_S at most. Then
+        closes the stores. Loads that have not begun are dropped."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -378,11 +384,11 @@ class KVTiers:
             missing = missing[max(count, 1) :]
 
     def _fetch(self, keys: Sequence[bytes]) -> tuple[int, _Tier | None]:
-        """Reads leading blocks into the buffer's first rows, from the fastest tier that has the first one.
+        """Reads leading blocks into the buffer's first rows, from the fastest tier that gives the first one.
 
         Returns:
             The number of blocks and their tier; (0, None): none could be read. Blocks from a slower tier are
-            also saved to the host tier, unless the tiers were cleared meanwhile.
+            also saved to the host tier, if there is one, unless the tiers were cleared meanwhile.
         """
         num_clears = self.num_clears
         for tier in self._tiers:
@@ -409,7 +415,7 @@ def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVT
         fingerprint: `quire.kv_tiers.fingerprint`, if the configuration `needs_fingerprint`.
 
     Raises:
-        ConfigError: a tier cannot be created; names the key.
+        ConfigError: a tier cannot be created; the message names the configuration key.
     """
     stores: list[KVConnector] = []
     try:

@@ -58,15 +58,16 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Computes attention of [num_tokens, hidden_size] in the same shape, and writes the new tokens' keys
-        and values to the cache."""
+        """Computes attention for each token's input, [num_tokens, input features], and returns [num_tokens,
+        hidden_size]. Writes the new tokens' keys and values to the cache."""
         attended = self._attend(self.qkv(x, context.adapters), context)
         out: torch.Tensor = self.out(attended, context.adapters)
         return out
 
     def _attend(self, qkv: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Writes the new tokens' keys and values to the cache, and returns the attention output [num_tokens,
-        num_heads * head_dim]. `qkv` holds each token's queries, then keys, then values."""
+        """Writes the new tokens' keys and values to the cache, and returns the heads' attention outputs
+        [num_tokens, num_heads * head_dim], the input of `out`. `qkv` holds each token's queries, then keys,
+        then values."""
         heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._queries(heads, context)
         if context.query_factors is not None:
@@ -85,7 +86,7 @@ class Attention(nn.Module):
 
     def _queries(self, heads: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Returns the rotated queries [num_tokens, num_heads, head_dim], normalised if the layer has norms.
-        Writes the keys and values to the cache."""
+        Writes the new tokens' keys and values to the cache."""
         cos, sin, kv_layer, slots = context.cos, context.sin, context.kv_layer, context.meta.slot_mapping
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -104,8 +105,8 @@ class Attention(nn.Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate. `q_proj` computes the gate too: each
-    head's query is followed by its gate."""
+    """Attention whose heads' outputs are multiplied by the sigmoid of a gate before the output projection.
+    `q_proj` computes the gate too: each head's query is followed by its gate."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)

@@ -1,4 +1,4 @@
-"""ClassifierHead: the last linear layer of a sequence classifier."""
+"""ClassifierHead: a linear layer of a sequence classifier, in float32."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import nn
 
 
 class ClassifierHead(nn.Module):
-    """Linear layer from a pooled hidden state to the logits of the labels, in float32.
+    """Linear layer of a sequence classifier, in float32. It computes the labels' logits, or it is a dense
+    layer before that one.
 
     Args:
-        in_features: size of the hidden state.
-        num_labels: number of logits.
+        in_features: size of the input.
+        num_labels: size of the output: number of logits, or output features of a dense layer.
         bias: whether there is a bias.
     """
 
@@ -23,5 +24,5 @@ class ClassifierHead(nn.Module):
         self.bias = nn.Parameter(weight.new_empty(num_labels), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [..., in_features] of any type to float32 [..., num_labels]."""
+        """Maps [..., in_features] of any floating-point type to float32 [..., num_labels]."""
         return F.linear(x.float(), self.weight, self.bias)

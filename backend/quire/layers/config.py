@@ -1,4 +1,4 @@
-"""DecoderConfig: a decoder's configuration under the same names for all model families."""
+"""DecoderConfig: a model's configuration under the same names for all model families."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ ACTIVATIONS = {
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
 MAX_SOFTCAP = 10_000
-"""Largest cap of attention scores. Above it, the error of fast kernels' tanh, times the cap, would matter.
-Real files have 50."""
+"""Largest cap of attention scores that is accepted. Above it, the error of fast kernels' tanh, times the cap,
+might matter. Gemma 2 has 50."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Sizes and routing of mixture-of-experts layers. In such a layer, some of the experts compute each
-    token."""
+    token. Inner sizes in one rank's configuration are those of the rank's part."""
 
     layers: tuple[int, ...]
-    """Indices of the layers with experts. Feed-forward parts of other layers have
-    `DecoderConfig.intermediate_size`."""
+    """Indices of the layers with experts."""
     num_experts: int
     """Number of a layer's routed experts, without the shared expert."""
     intermediate_size: int
-    """Inner size of one expert."""
+    """Inner size of one routed expert."""
     routing: Routing
     has_score_bias: bool = False
-    """Whether each expert has a bias that is added to its score only when experts are chosen."""
+    """Whether each expert has a bias that is added to its score when experts are chosen, but not in its
+    share."""
     scales_inputs: bool = False
-    """Whether a token's shares multiply the experts' inputs instead of their outputs."""
+    """Whether a token's shares multiply the inputs of its routed experts instead of their outputs."""
     shared_size: int = 0
-    """Inner size of the shared expert, which computes every token; 0: there is none."""
+    """Inner size of the shared expert, which computes every token; 0: there is none. Several shared experts
+    count as one of their total size."""
     latent_size: int | None = None
     """Size of the vectors to which hidden states are projected for the routed experts; None: they read the
     hidden states themselves. Only SquaredExperts supports it."""
@@ -99,11 +100,13 @@ class ExpertsConfig:
         """Reads the keys of DeepSeek's checkpoints, and of others that use the same keys.
 
         Version 3 scores experts by sigmoids with a bias, and groups by their two best experts (`topk_method`
-        noaux_tc). Version 2 scores experts by softmax. It chooses among all experts (greedy), or groups by
-        their best expert (group_limited_greedy). Softmax shares are never renormalised.
+        noaux_tc). Version 2 scores experts by softmax. With `topk_method` greedy, it chooses among all
+        experts; with group_limited_greedy, it scores groups by their best expert. Softmax shares are never
+        renormalised.
 
         Args:
-            scoring: the scoring that the family's class computes. A file may state it under `scoring_func`.
+            scoring: the scoring that the family's class computes. A file may state the same under
+                `scoring_func`.
 
         Raises:
             CheckpointError: a value is missing or wrong, or the family's class does not support it.
@@ -162,12 +165,12 @@ class ExpertsConfig:
 
 
 class NormNames(NamedTuple):
-    """Names of a layer's norms in checkpoints; None: there is no norm in that position."""
+    """Names of a layer's norms, usually those in checkpoints; None: there is no norm in that position."""
 
     attention_input: str | None
     attention_output: str | None
-    """Norm of the attention output, before it is added to the residual stream. `mlp_output` is the same for
-    the feed-forward output."""
+    """Name of the norm of the attention output, which is applied before that is added to the residual stream.
+    `mlp_output` is the same for the feed-forward output."""
     mlp_input: str | None
     mlp_output: str | None
 
@@ -204,11 +207,12 @@ class IndexConfig:
     """Sizes of sparse attention's indexer; see `Indexer`."""
 
     topk: int
-    """Number of positions that a token attends to."""
+    """Most positions that a token attends to."""
     num_heads: int
     head_dim: int
     interleaved: bool
-    """See `LatentConfig`. The first `rope_dim` dimensions of a head are rotated."""
+    """Whether neighbouring dimensions of an indexer's head rotate together, as in `LatentConfig.interleaved`.
+    The first `LatentConfig.rope_dim` dimensions of the head are rotated."""
     shared_layers: tuple[int, ...] = ()
     """Indices of the layers without an indexer. Their tokens attend to the positions that the last indexer
     before them chose."""
@@ -239,8 +243,8 @@ class LatentConfig:
     """Sizes of multi-head latent attention; see `LatentAttention`."""
 
     kv_rank: int
-    """Size of the latent. All heads' values, and their keys except for the rotated part, are computed from
-    it."""
+    """Size of the latent of keys and values. All heads' values, and their keys except for the rotated part,
+    are computed from it."""
     query_rank: int | None
     """Size of the latent from which queries are computed; None: queries are computed from the hidden
     state."""
@@ -278,14 +282,14 @@ class AttentionKind(NamedTuple):
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Number of positions that a token sees, itself included; None: all."""
+    """Number of positions that a token sees, itself included; None: there is no window."""
     softcap: float | None
     has_sinks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape and switches of a decoder of the Llama family."""
+    """Shape and switches of a decoder. Families with more of them, and encoders, extend this class."""
 
     vocab_size: int
     hidden_size: int
@@ -294,26 +298,30 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Size of a query, key or value in attention over the KV cache. With `latent`, this and `num_kv_heads`
-    describe the cached vectors instead of the keys and values computed from them."""
+    """Size of a query, key or value head in attention over the KV cache; some families have layers with
+    another size. With `latent`, this and `num_kv_heads` describe the cached vectors instead of the keys and
+    values computed from them."""
     max_position_embeddings: int
-    """Longest sequence that the checkpoint states, in tokens; the default of `max_model_len`."""
+    """Longest sequence that the checkpoint is made for, in tokens; usually the default of `max_model_len`."""
     dtype: torch.dtype
-    """Type of activations, of weights that are not quantised, and of keys and values in the KV cache unless
-    `kv_cache_dtype` says otherwise."""
+    """Type of activations, of most weights that are not quantised, and of keys and values in the KV cache
+    unless `kv_cache_dtype` says otherwise."""
     rms_norm_eps: float
     activation: str
-    """Operators' name of the gate's activation: one of ACTIVATIONS' values."""
+    """Operators' name of the feed-forward parts' activation: one of ACTIVATIONS' values or, for gpt-oss,
+    clamped_swiglu. Nemotron-H's feed-forward parts do not read it."""
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Number of positions that a token sees in each layer, itself included; None: all."""
+    """Window of each layer: number of positions that a token sees, itself included; None: there is no window.
+    Encoders count differently, see `EncoderConfig`."""
     other_rope: RopeConfig | None = None
-    """Rotary embedding of the layers in `other_rope_layers`; None: all layers have `rope`."""
+    """Rotary embedding of the layers in `other_rope_layers`; None: there is none besides `rope`."""
     other_rope_layers: tuple[int, ...] = ()
     rope_interleaved: bool = False
-    """Whether the checkpoint's heads rotate neighbouring dimensions together. The loader reorders the rows of
-    the query and key projections, so that the operators rotate pairs half of the rotated dimensions apart."""
+    """Whether the checkpoint's heads rotate neighbouring dimensions together. If so, the loader reorders the
+    rows of the query and key projections, and the operators rotate pairs half of the rotated dimensions
+    apart. With `latent`, `LatentConfig.interleaved` counts instead."""
     query_scaling: QueryScaling | None = None
     chunk_size: int | None = None
     """Positions in a chunk. In `chunked_layers`, a token sees only itself and the tokens before it in its
@@ -331,14 +339,17 @@ class DecoderConfig:
     scaled."""
     norms: NormNames = INPUT_NORMS
     residual_multiplier: float = 1.0
-    """Factor of the attention and feed-forward outputs before they are added to the residual stream."""
+    """Factor of the attention and feed-forward outputs, after their norms if any, before they are added to
+    the residual stream."""
     wide_norms: bool = False
-    """Whether norms' scales are float32 and multiply before the result is rounded."""
+    """Whether norms' scales are float32 and multiply before the result is rounded. `unit_offset_norms`
+    includes this."""
     per_layer_size: int = 0
     """Size of an additional input of each layer per token, beside hidden states; 0: there is none. A row of
     `DecoderModel.embed` holds the hidden state, then these inputs of all layers."""
     unit_offset_norms: bool = False
-    """Whether norms are as with `wide_norms`, and checkpoints store their scales minus 1."""
+    """Whether norms are as with `wide_norms`, and Hugging Face checkpoints store most of their scales minus
+    1."""
     qkv_bias: bool = False
     out_bias: bool = False
     fused_qkv: bool = False
@@ -357,15 +368,15 @@ class DecoderConfig:
     """Whether queries and keys are normed: each head by itself, with learned scales, before the rotary
     embedding. `qk_norm_whole`, `qk_norm_behind_rope` and `Llama4Attention` do this otherwise."""
     qk_norm_whole: bool = False
-    """Whether one norm covers all query heads together, and another all key heads."""
+    """Whether, with `qk_norm`, one norm covers all query heads together, and another all key heads."""
     qk_norm_behind_rope: bool = False
     classifier: Classifier | None = None
-    """Labels of the classifier on top of the layers; None: there is none."""
+    """Labels and activation of the checkpoint's classifier; None: the checkpoint has no classifier."""
     scheme: LinearScheme = SCHEMES[None]
-    """Scheme of the linear layers, the embedding and the output head."""
+    """Scheme by which most linear layers, the embedding and the output head are stored and packed."""
     attention_backend: str | None = None
-    """Implementation of attention that the configuration asks for; None: the best one. No checkpoint states
-    it."""
+    """Name of the implementation of attention that the configuration asks for; None: the best one is chosen.
+    No checkpoint states it."""
     ranks: Ranks = ALONE
     """Tensor-parallel ranks that compute the model. Numbers of heads and inner sizes here are this rank's."""
     whole: DecoderConfig | None = None
@@ -438,8 +449,8 @@ class DecoderConfig:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights in the matrices of the layers, the embedding and the output head. It is only
-        about right for families whose layers differ in size."""
+        """Number of weights in the matrices of the layers, the embedding and the output head. For some
+        families it is only about right."""
         experts = self.experts
         tables = 1 if self.tie_word_embeddings else 2
         of_layers = self.layer_weights(0 if experts is None else experts.num_experts)
@@ -447,7 +458,7 @@ class DecoderConfig:
 
     def layer_weights(self, num_experts: int) -> int:
         """Returns the number of weights in the matrices of all layers, counting `num_experts` routed experts
-        and the shared expert in each layer with experts."""
+        and the shared expert in each layer with experts. For some families it is only about right."""
         rows = self.num_layers * 3 * self.intermediate_size
         if self.experts is not None:
             inner = num_experts * self.experts.intermediate_size + self.experts.shared_size
@@ -457,12 +468,14 @@ class DecoderConfig:
 
     @property
     def attended_size(self) -> int:
-        """Number of input features of a layer's `o_proj`: the sizes of all heads' values together."""
+        """Number of input features of attention's output projection: the sizes of all heads' values together.
+        Some families have layers with another number."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def _attention_weights(self) -> int:
-        """Number of weights in the matrices of one layer's attention."""
+        """Number of weights in the matrices of one layer's attention. Some families have layers with another
+        number."""
         latent = self.latent
         if latent is None:
             return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
@@ -479,7 +492,8 @@ class DecoderConfig:
 
     @property
     def inner_sizes(self) -> dict[str, int]:
-        """Inner sizes of the kinds of feed-forward layers that the model has, by their names."""
+        """Inner sizes of the model's feed-forward parts, experts and shared expert, by names for error
+        messages."""
         sizes = {"intermediate_size": self.intermediate_size}
         if self.experts is not None:
             if len(self.experts.layers) == self.num_layers:
@@ -491,8 +505,8 @@ class DecoderConfig:
 
     @property
     def input_sizes(self) -> dict[str, int]:
-        """Input features of the linear layers that `quantization` (see ModelConfig) applies to, by names for
-        error messages."""
+        """Numbers of input features to be checked against the groups of `quantization` (see ModelConfig), by
+        names for error messages."""
         sizes = {
             "hidden_size": self.hidden_size,
             **self.inner_sizes,
@@ -504,7 +518,7 @@ class DecoderConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """For each layer, the layer whose part of the KV cache it reads: itself or, for some layers at the
+        """For each layer, the layer whose part of the KV cache it uses: itself or, for some layers at the
         end, an earlier one."""
         return tuple(range(self.num_layers))
 
@@ -516,7 +530,7 @@ class DecoderConfig:
 
     @property
     def embedded_size(self) -> int:
-        """Size of a row of `DecoderModel.embed`."""
+        """Size of a row of the result of `DecoderModel.embed`."""
         return self.hidden_size + self.num_layers * self.per_layer_size
 
     @property
@@ -537,17 +551,17 @@ class DecoderConfig:
 
     @property
     def embeds_size(self) -> int:
-        """Length of an image embedding's row: the embedding, then what each deepstack level adds."""
+        """Size of an image embedding's row: the embedding, then what each deepstack level adds."""
         return self.hidden_size * (1 + self.deepstack_levels)
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Type of the norms' scales."""
+        """Type of the scales of `RMSNorm`."""
         return torch.float32 if self.unit_offset_norms or self.wide_norms else self.dtype
 
     def with_sliding_rope(self, windows: tuple[int | None, ...], rope: RopeConfig) -> DecoderConfig:
         """Returns this configuration with these windows, and with rotary embedding `rope` in the layers that
-        have a window. Raises ValueError if `rope` rotates another number of dimensions."""
+        have a window. Raises ValueError if `rope` rotates another number of dimensions than `self.rope`."""
         if rope.rotary_dim != self.rope.rotary_dim:
             sizes = f"{self.rope.rotary_dim} and {rope.rotary_dim}"
             raise ValueError(f"{sizes} dimensions of a head would rotate in different layers")
@@ -559,7 +573,7 @@ class DecoderConfig:
         """Reads what all families have in common. A family's `parse_config` replaces what differs.
 
         Raises:
-            CheckpointError: a value is missing or not supported.
+            CheckpointError: a value is missing, wrong or not supported.
         """
         hidden_size = hf.require_int("hidden_size")
         num_heads = hf.require_int("num_attention_heads", most=MAX_HEADS)
@@ -621,8 +635,8 @@ def ropes_by_layer_type(
     """Returns the rope parameters of full-attention layers, and those of layers with a window.
 
     Args:
-        theta: theta of full-attention layers if the file states none.
-        sliding_theta: theta of layers with a window if the file states none.
+        theta: theta of full-attention layers if their parameters state none.
+        sliding_theta: theta of layers with a window if their parameters state none.
 
     Raises:
         CheckpointError: rope_parameters holds something other than an object for each type.
@@ -637,8 +651,9 @@ def ropes_by_layer_type(
 
 
 def layers_without_rope(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Returns the indices of the layers without rotary embedding: those with a 0 in `no_rope_layers`. Without
-    that key, every `no_rope_layer_interval`th layer. Raises CheckpointError if one of these is wrong."""
+    """Returns the indices of the layers without rotary embedding: those with a 0 in `no_rope_layers`. If that
+    key is missing or empty, every `no_rope_layer_interval`th layer, by default every fourth. Raises
+    CheckpointError if one of these is wrong."""
     flags = hf.get("no_rope_layers")
     if not flags:
         interval = hf.require_int("no_rope_layer_interval", 4)

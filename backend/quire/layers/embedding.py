@@ -32,8 +32,8 @@ class Embedding(nn.Module):
     """The packed table. With `is_head` it computes logits. Rows are looked up in it, unless `table` is set.
     It does not exist before `pack`."""
     table: torch.Tensor | None
-    """Matrix in which rows are looked up, see `LayerTensors.table`; None: `packed` is used. It does not exist
-    before `pack`."""
+    """Matrix in which rows are looked up, see `LayerTensors.table`; None: they are looked up in `packed`, or
+    no rows are looked up. It does not exist before `pack`."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Embedding(nn.Module):
         self.scale = scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the rows [num_tokens, size] of int64 token ids [num_tokens]. Ids must be within the
-        vocabulary; admission checks that."""
+        """Returns the rows [num_tokens, size] of int64 token ids [num_tokens], times `scale`. Ids must be
+        within the vocabulary."""
         if self.ranks.size > 1:
             begin, end = self._bounds
             is_own = (token_ids >= begin) & (token_ids < end)
@@ -68,22 +68,23 @@ class Embedding(nn.Module):
         return self.packed.rows(token_ids) if self.table is None else F.embedding(token_ids, self.table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [n, vocab_size] of hidden states [n, size]."""
+        """Returns the float32 logits [n, vocab_size] that the table gives for hidden states [n, size]."""
         return self.ranks.concat(self.packed(hidden, torch.float32), self.vocab_size)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns `ops.argmax` of the logits, int64 [n], of hidden states [n, size]."""
+        """Returns `ops.argmax` of `logits(hidden)`, int64 [n], for hidden states [n, size]."""
         if self.ranks.size > 1:
             return ops.argmax(self.logits(hidden))
         return self.packed.argmax(hidden)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
-        """Makes the tensors that a scheme stores for the table. `path` is the table's name."""
+        """Makes the tensors that a scheme stores for this rank's part of the table. `path` is the table's
+        name."""
         begin, end = self._bounds
         self.tensors = scheme.table(path, end - begin, self.size, is_head=self.is_head, dtype=self.dtype)
 
     def pack(self) -> None:
-        """Packs the loaded tensors."""
+        """Packs the loaded tensors, and drops `tensors`."""
         self.set_packed(self.tensors.pack(None), self._kept_table())
 
     def set_packed(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
@@ -102,8 +103,8 @@ class Embedding(nn.Module):
         return self.tensors.packed_bytes(None, device_type) + (0 if table is None else table.nbytes)
 
     def weights(self) -> Iterator[Weight]:
-        """Yields the weights to be filled, one for each of the table's tensors; raises ConfigError if the
-        ranks cannot divide one."""
+        """Yields the weights to be filled, one for each of the table's tensors. Raises ConfigError if a
+        tensor cannot be divided among the ranks."""
         for tensor in self.tensors.stored():
             part = None
             if self.ranks.size > 1:
