@@ -1,4 +1,5 @@
-"""Expert offload: some of a layer's experts lie in memory, in slots; all of them lie in a mapped file."""
+"""Expert offload: all of a layer's routed experts lie in mapped files. Some of them also lie in memory, in
+slots."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from quire_kernels.weights import PackedLinear
 
 
 class OffloadedMatrices:
-    """One packed matrix (gate and up, or down) of each expert of a layer: all of them in a mapped file, some
-    also in slots.
+    """One packed matrix (gate and up, or down) of each of a layer's routed experts: all of them in a mapped
+    file, some also in slots.
 
     The file has no name, so that it is gone when its process has ended, however that ends.
     """
@@ -28,14 +29,15 @@ class OffloadedMatrices:
     def __init__(self, num_experts: int, num_slots: int) -> None:
         self.num_experts, self.num_slots = num_experts, num_slots
         self.layers: list[PackedLinear] = []
-        """Layer of each slot; empty until the first expert is kept."""
+        """For each slot, the packed linear layer that reads it; empty until the first expert is kept."""
 
     def keep(self, expert: int, packed: PackedLinear) -> PackedLinear:
-        """Copies an expert's packed matrix into the file. Returns the layer of a slot, in its place.
+        """Copies an expert's packed matrix into the file. Returns the packed linear layer of the first slot,
+        in the matrix's place.
 
         Raises:
-            ConfigError: there is no room for the file, or the matrix has another form than those before it,
-                or one that is not supported.
+            ConfigError: the file cannot be made, or the matrix has another form than those before it, or one
+                that is not supported.
         """
         tensors = _tensors(packed)
         form = [_fixed(packed), [(name, one.shape, one.dtype) for name, one in tensors.items()]]
@@ -68,7 +70,7 @@ class OffloadedMatrices:
 
     @staticmethod
     def _placed(tensors: dict[str, torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of `memory`, uint8 [size], with the types and shapes of the tensors."""
+        """Returns views of `memory`, uint8 [size]: one for each of the tensors, with its type and shape."""
         begin, views = 0, []
         for one in tensors.values():
             views.append(memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape))
@@ -90,12 +92,13 @@ class OffloadedMatrices:
 
 
 class OffloadedExperts:
-    """Experts of a layer of which at most `num_slots` lie in memory; see PackedExperts. The shared expert
-    always does.
+    """Experts of a layer, of which at most `num_slots` have a slot in memory. They are called like
+    PackedExperts. The shared expert, if any, needs no slot.
 
-    An expert without a slot is loaded into that of the least recently used one. If a batch needs more experts
-    than there are slots, groups of them are loaded and computed one after the other. Before that, the system
-    is asked to read all of them from the file at once, and those that the next layer will probably need.
+    An expert without a slot is loaded when a batch needs it, if necessary in place of another one. If a batch
+    needs more experts than there are slots, groups of them are loaded and computed one after the other.
+    Before any is loaded, the system is asked to read from the file what the batch lacks, and what the next
+    layer will probably need.
     """
 
     def __init__(self, num_experts: int, num_slots: int) -> None:
@@ -107,10 +110,11 @@ class OffloadedExperts:
         self._slot_of: dict[int, int] = {}
         """Slot of each expert that has one, the least recently used first."""
         self.following: tuple[Callable[[torch.Tensor], Any], OffloadedExperts] | None = None
-        """Router and experts of the next layer with offloaded experts; None: there is none. That router gets
-        this layer's input, which is like its own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
+        """Router and experts of the next layer with offloaded experts; None: there is none. To predict what
+        that layer needs, its router is called with the input of this layer's experts, which is similar to its
+        own (Eliseev and Mazur, 2023, arXiv 2312.17238)."""
         self._expected: set[int] = set()
-        """Experts without a slot that the next call of this layer will probably need."""
+        """Experts without a slot that the next call will probably need, as far as a prediction was made."""
 
     def finish(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **packing: Any) -> None:
         """Joins the experts, once all of them are kept, with the matrices of the shared expert, if there is
@@ -148,8 +152,12 @@ class OffloadedExperts:
         return self._joined(x, experts, shares, sums)
 
     def _provide(self, needed: Sequence[int]) -> int:
-        """Loads the first of the experts that a batch needs, as many as fit beside later ones that have a
-        slot. Returns their number, at least 1."""
+        """Sees to it that the first of the needed experts have slots: as many as find one without taking that
+        of another needed expert, but at least one. Returns their number.
+
+        Args:
+            needed: ascending numbers of the experts that a batch still needs; not empty.
+        """
         all_needed = set(needed)
         for place, expert in enumerate(needed):
             slot = self._slot_of.pop(expert, None)
@@ -185,7 +193,8 @@ class OffloadedExperts:
 
     def _free_slot(self, needed: Collection[int], *, must: bool = False) -> int | None:
         """Returns an unused slot, or takes that of the least recently used expert that is not needed. If all
-        are needed, takes that of the expert with the highest number (`must`), or returns None."""
+        experts with slots are needed, takes the slot of the one with the highest number if `must`, else
+        returns None."""
         if len(self._slot_of) < self.num_slots:
             return len(self._slot_of)
         last = max(self._slot_of) if must else None
@@ -195,13 +204,13 @@ class OffloadedExperts:
         return self._slot_of.pop(victim)
 
     def _give(self, expert: int, slot: int) -> None:
-        """Has an expert computed with the weights that will be in a slot."""
+        """Has an expert computed from now on with the weights in a slot, and counts the bytes to load."""
         self._joined.replace(expert, self.gate_up.layers[slot], self.down.layers[slot])
         self.counts.num_loaded_bytes += self.nbytes // self.num_slots
 
 
 def _tensors(packed: PackedLinear) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a packed matrix by name."""
+    """Returns the tensors of a packed matrix by name; raises ConfigError for kinds that are not supported."""
     if not isinstance(packed, NativeLinear | TorchLinear):
         raise ConfigError(
             "max_resident_experts: not supported for weights that are reordered or of several forms"
@@ -211,12 +220,13 @@ def _tensors(packed: PackedLinear) -> dict[str, torch.Tensor]:
 
 
 def _fixed(packed: PackedLinear) -> list[Any]:
-    """Returns what must be equal in the packed matrices of all experts, beside types and shapes."""
+    """Returns what must be equal in the packed matrices of all experts, beside their tensors' types and
+    shapes."""
     return [type(packed), packed.state()["struct"] if isinstance(packed, NativeLinear) else None]
 
 
 def _with_tensors(packed: PackedLinear, tensors: dict[str, torch.Tensor]) -> PackedLinear:
-    """Returns a packed matrix like another one, with other tensors."""
+    """Returns a copy of a packed matrix that has other tensors."""
     if isinstance(packed, NativeLinear):
         return NativeLinear.restored(packed.library, packed.state() | tensors)
     other = copy.copy(packed)

@@ -19,7 +19,7 @@ from quire_kernels import ops
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape:
-    """Sizes of a gated DeltaNet layer."""
+    """Sizes of a gated DeltaNet layer, and the form of its projections in checkpoints."""
 
     num_key_heads: int
     num_heads: int
@@ -29,12 +29,12 @@ class DeltaShape:
     num_taps: int
     """Tokens that the convolution covers, the current one included."""
     interleaved: bool
-    """Whether a checkpoint stores the projections as `in_proj_qkvz` and `in_proj_ba`, interleaved by key
-    head. If not, each projection has its own tensor."""
+    """Whether a checkpoint stores the input projections as `in_proj_qkvz` and `in_proj_ba`, interleaved by
+    key head. If not, it stores `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`."""
 
     @classmethod
     def from_hf(cls, hf: HFConfig, *, interleaved: bool) -> DeltaShape:
-        """Reads the keys `linear_*`; raises CheckpointError."""
+        """Reads the keys `linear_*`; raises CheckpointError if a value is wrong."""
         shape = cls(
             num_key_heads=hf.require_int("linear_num_key_heads", 16, most=MAX_HEADS),
             num_heads=hf.require_int("linear_num_value_heads", 32, most=MAX_HEADS),
@@ -78,7 +78,7 @@ class DeltaShape:
         return self.rule_bytes + (self.num_taps - 1) * self.num_channels * dtype.itemsize
 
     def num_weights(self, hidden_size: int) -> int:
-        """Returns the number of weights in a layer's matrices."""
+        """Returns the number of weights in the layer's input and output projections."""
         return hidden_size * (self.num_channels + 2 * self.inner_size + 2 * self.num_heads)
 
 
@@ -124,8 +124,8 @@ class GatedDeltaNet(nn.Module):
         self.out = Linear(config, shape.inner_size, {"out_proj": size}, parallel="row", bias=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Computes [num_tokens, hidden_size] in the same shape, and updates the sequences' states with their
-        new tokens."""
+        """Maps [num_tokens, hidden_size] to the same shape, and updates the sequences' states with their new
+        tokens."""
         shape, meta, memory = self.shape, context.meta, context.kv_layer
         assert isinstance(memory, torch.Tensor)
         end = shape.state_bytes(x.dtype)
@@ -154,8 +154,8 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def _project(self, x: torch.Tensor, adapters: AdapterStep | None) -> tuple[torch.Tensor, ...]:
-        """Returns the queries, keys and values in one tensor, the output gate, and the inputs `b` and `a` of
-        the rule."""
+        """Returns four tensors: the queries, keys and values together; the output gate; and the inputs `b`
+        and `a` of the gated delta rule."""
         shape, y, gates = self.shape, self.inputs(x, adapters), self.gates(x, adapters)
         if not shape.interleaved:
             return (*y.split([shape.num_channels, shape.inner_size], 1), *gates.chunk(2, 1))

@@ -1,5 +1,5 @@
-"""HFConfig: the keys of config.json (or a GGUF file), with the file's path, so that every error names the
-file. Importing this module does not import torch."""
+"""HFConfig: the keys of config.json (or a GGUF file), with the file's path, so that errors can name the file.
+Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ _OUTER_KEYS = (
     "vision_config",
     "image_token_id",
 )
-"""Keys outside `text_config` that `HFConfig.read` adds to those of the text part."""
+"""Keys beside `text_config` that `HFConfig.read` keeps, unless they are null. They usually replace equal keys
+in `text_config`."""
 
 _SIZES = {
     "vocab_size",
@@ -57,20 +58,22 @@ _SIZES = {
     "num_key_value_heads",
     "max_position_embeddings",
 }
-"""Keys that a text part needs. If one is missing, the file states only what differs from the defaults."""
+"""Keys by which `HFConfig.read` recognises a complete `text_config`. If one is missing, the defaults of the
+text model's type fill the gaps."""
 
 
 MAX_SIZE = 2**24
-"""Largest size that a file may state for a dimension. With this bound and MAX_HEADS, the bytes of any matrix
-of the model fit a 64-bit number."""
+"""Largest number that `HFConfig.require_int` and `HFConfig.whole` accept by default. With this bound and
+MAX_HEADS on the sizes in a file, the bytes of the model's matrices fit a 64-bit number."""
 MAX_HEADS = 2**16
-"""Largest number of heads, and largest size of a head. It is less than MAX_SIZE because their product is a
-dimension of matrices."""
+"""Largest number of heads, and largest size of a head, that a file may state. It is less than MAX_SIZE,
+because the product of the two is a dimension of matrices."""
 
 
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
-    """Returns a text_config with its missing keys filled with the defaults of its model_type (without one, of
-    llama). Raises CheckpointError if transformers does not know the model_type or refuses a value."""
+    """Returns a text_config as transformers completes it: keys that it lacks have the defaults of its
+    model_type (without one, of llama). Raises CheckpointError if transformers does not know the model_type or
+    refuses a value."""
     from transformers import CONFIG_MAPPING
 
     model_type = text.get("model_type", "llama")
@@ -92,14 +95,14 @@ class HFConfig:
     """GGUF file that the keys were read from; None: they are from config.json, or were changed afterwards by
     `replace` or `with_defaults`."""
     unused: tuple[str, ...] = ()
-    """Keys of a GGUF file's metadata about the model that are not used."""
+    """Keys about the model in a GGUF file's metadata that were not read, although they may matter."""
 
     @classmethod
     def read(cls, directory: Path) -> HFConfig:
         """Reads config.json of a checkpoint directory; raises CheckpointError.
 
-        The text part of a multimodal checkpoint (`text_config`) appears as if it stood alone, under the
-        architecture of the whole.
+        The keys of a multimodal checkpoint's text part (`text_config`) appear at the top, beside some keys of
+        the whole, such as `architectures`.
         """
         path = directory / "config.json"
         values = read_json(path)
@@ -125,48 +128,48 @@ class HFConfig:
         return self.replace(**{**values, **self.values})
 
     def replace(self, **values: Any) -> HFConfig:
-        """Returns this config with some values replaced. `gguf` and `unused` are not carried over."""
+        """Returns this config with other values for some keys. `gguf` and `unused` are not carried over."""
         return HFConfig(self.path, {**self.values, **values})
 
     def require_int(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """Returns a whole number from 1 to `most`, or the default if the key is missing or null. Raises
-        CheckpointError, which names the key and the file, for other values and without a default."""
+        """Returns the value, or the default if the key is missing or null. Raises CheckpointError, which
+        names the key and the file, if that is no whole number from 1 to `most`."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
         return value
 
     def whole(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
-        """Returns a whole number from 0 to `most`, or the default if the key is missing or null. Raises
-        CheckpointError for any other value; it names the key and the file."""
+        """Returns the value, or the default if the key is missing or null. Raises CheckpointError, which
+        names the key and the file, if that is no whole number from 0 to `most`."""
         value = self.get(key, default)
         is_zero = value is None or (type(value) is int and value == 0)
         return 0 if is_zero else self.require_int(key, default, most=most)
 
     def number(self, key: str, default: float | None) -> float:
-        """Returns a finite number of at least 0, or the default, if any, if the key is missing or null.
-        Raises CheckpointError, which names the key and the file."""
+        """Returns the value, or the default if the key is missing or null. Raises CheckpointError, which
+        names the key and the file, if that is no finite number of at least 0."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise self.error(f"{key} must be a number that is not negative, got {value!r:.40}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Returns true or false, or the default if the key is missing or null. Raises CheckpointError, which
-        names the key and the file."""
+        """Returns the value, or the default if the key is missing or null. Raises CheckpointError, which
+        names the key and the file, if that is neither true nor false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(f"{key} must be true or false, got {value!r:.40}")
         return value
 
     def error(self, message: str) -> CheckpointError:
-        """Returns the error to raise for a wrong value in this file. Its message is one line, whatever
-        `message` contains."""
+        """Returns the error to raise for a wrong value in this file. It names the file, and has `message` in
+        one line."""
         return CheckpointError(f"{self.path}: {in_line(message)}")
 
     @property
     def architecture(self) -> str:
-        """Returns the first class name under `architectures`; raises CheckpointError if there is none."""
+        """Returns the first entry of `architectures`, a class name; raises CheckpointError if it is none."""
         names = self.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise self.error(f"architectures must name the model's class, got {names!r}")

@@ -1,8 +1,8 @@
 """Indexer of sparse attention (DeepSeek-V3.2, "DSA"): chooses the positions that a token attends to.
 
 The indexer is a small attention of its own, with one key per position. A position's score is the sum over its
-heads of weight * max(0, query . key); the weights are the token's. The token attends to the `topk` positions
-with the largest scores. A token that sees at most `topk` positions attends to all of them.
+heads of weight * max(0, query . key); the weights are the token's. Of the positions that it sees, the token
+attends to the `topk` with the largest scores, or to all if they are fewer.
 
 A position's key lies in the layer's part of the KV cache, behind the latents of its block (`LatentKV`). So
 whatever keeps, shares or moves blocks keeps, shares or moves these keys too.
@@ -23,7 +23,7 @@ from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
 
 _NORM_EPS = 1e-6
-"""Epsilon of the keys' norm, which no file states."""
+"""Epsilon of the norm of the indexer's keys. It is not read from config.json."""
 SCORE_BYTES = 2**28
 """Most bytes of the heads' scores that are computed at once, unless one token needs more."""
 
@@ -32,8 +32,8 @@ class Chosen(NamedTuple):
     """The positions that each token of a batch attends to, in ascending order."""
 
     blocks: torch.Tensor
-    """int64 [num_tokens, topk]: block ids of the positions. Where a token sees fewer positions than `topk`,
-    the last one is repeated."""
+    """int64 [num_tokens, topk]: block ids of the positions. If a token sees fewer positions than `topk`, the
+    last of them is repeated."""
     offsets: torch.Tensor
     """int64 [num_tokens, topk]: offsets of the positions in their blocks."""
 
@@ -41,8 +41,8 @@ class Chosen(NamedTuple):
 class Indexer(nn.Module):
     """Indexer: queries, keys and weights of its heads, the cache write, and the choice of positions.
 
-    Its layers are as the checkpoint stores them, because other scores choose other positions. Every
-    tensor-parallel rank has the whole indexer.
+    Its linear layers are quantised only if the checkpoint's are, because other scores choose other positions.
+    Every tensor-parallel rank has the whole indexer.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -76,7 +76,7 @@ class Indexer(nn.Module):
             context: the layer's other inputs.
 
         Returns:
-            What each token attends to; None: every token attends to all that it sees.
+            The positions that each token attends to; None: every token attends to all that it sees.
         """
         index, meta = self.index, context.meta
         key, weights = self.down(x).tensor_split([index.head_dim], dim=1)
@@ -110,7 +110,8 @@ def key_cache(kv_layer: KVLayer, head_dim: int) -> torch.Tensor:
 def choose(
     query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, meta: AttentionMetadata, topk: int
 ) -> Chosen:
-    """Chooses the `topk` positions with the largest scores for each token; of equal ones, the first.
+    """Chooses for each token the `topk` positions with the largest scores among those that it sees, or all
+    of these if they are fewer. Of positions with equal scores, the first are chosen.
 
     On a CPU, each token's scores are computed alone, over exactly the positions that it sees. Products of
     other shapes may round differently, and a token's bits must not depend on its chunk.
@@ -148,9 +149,17 @@ def choose(
 def _scores(
     query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *, each_alone: bool
 ) -> torch.Tensor:
-    """Computes the scores of `choose` for the last tokens of a sequence, whose keys are float32 [positions,
-    head_dim]. Returns float32 [num_tokens, positions], -inf at positions that a token does not see.
-    `each_alone`: compute one token after the other, over exactly the positions that it sees."""
+    """Computes the scores of `choose` for tokens of one sequence that follow each other.
+
+    Args:
+        query: float32 [num_tokens, num_heads, head_dim].
+        weights: float32 [num_tokens, num_heads].
+        keys: float32 [positions, head_dim], from the sequence's first position to the last of these tokens.
+        each_alone: compute one token after the other, over exactly the positions that it sees.
+
+    Returns:
+        float32 [num_tokens, positions], -inf at positions that a token does not see.
+    """
     first = len(keys) - len(query)
     if each_alone:
         scores = query.new_full((len(query), len(keys)), float("-inf"))
@@ -163,7 +172,8 @@ def _scores(
 
 
 def _tokens(meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sequence and the position of each token of a batch, int64 [num_tokens] each."""
+    """Returns the index of the sequence of each token of a batch, and the token's position in it, int64
+    [num_tokens] each."""
     counts, device = torch.tensor(meta.query_lens), meta.block_table.device
     sequences = torch.arange(len(counts)).repeat_interleave(counts)
     ends = torch.tensor(meta.seq_lens_list) - counts.cumsum(0)

@@ -35,14 +35,14 @@ from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.weights import PackedHeads
 
 _NORM_EPS = 1e-6
-"""Epsilon of the latents' norms; config.json's epsilon applies to the other norms only."""
+"""Epsilon of the latents' norms, whatever epsilon config.json states."""
 EXPANDED_BYTES = 2**30
-"""Most bytes for the keys and values of a step's expanded contexts. A step that would need more is
-absorbed."""
+"""Most bytes for the keys and values of the contexts that a layer expands in a step. A step that would need
+more is absorbed whole."""
 GATHERED_BYTES = 2**26
 """Most bytes of chosen vectors that sparse attention copies at once, unless one token needs more."""
 _CHOSEN = "chosen positions"
-"""Key in a step's `AttentionMetadata.plans` of what the last indexer chose, for layers that share it."""
+"""Key in a step's `AttentionMetadata.plans` under which the last indexer's choice of positions is kept."""
 
 
 class Part(NamedTuple):
@@ -97,7 +97,7 @@ class LatentAttention(nn.Module):
         if latent.index is not None and layer not in latent.index.shared_layers:
             self.indexer = Indexer(config)
         self.least_expanded: int | None = None
-        """Least number of new tokens for which a sequence is expanded; None: no sequence is."""
+        """Least number of new tokens with which a sequence may be expanded; None: no sequence may be."""
 
     def finish(self, device_type: str) -> None:
         """Makes the matrices of the absorbed form from `kv_b_proj`, once that is packed. On devices other
@@ -117,14 +117,14 @@ class LatentAttention(nn.Module):
 
     @property
     def absorbed_bytes(self) -> int:
-        """Bytes of the matrices that `finish` makes."""
+        """Bytes of the matrices that `finish` makes, without padding."""
         latent = self.latent
         numbers = self.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
         return numbers * self.kv_up.dtype.itemsize
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Computes attention of [num_tokens, hidden_size] in the same shape, and writes the new tokens'
-        latents and rotated keys to the cache."""
+        """Maps [num_tokens, hidden_size] to the same shape, and writes the new tokens' latents and rotated
+        keys to the cache."""
         kv_layer, meta, adapters = context.kv_layer, context.meta, context.adapters
         latent = self.latent
         kv_size = latent.kv_rank + latent.rope_dim
@@ -159,8 +159,14 @@ class LatentAttention(nn.Module):
         meta: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Computes attention to all positions into `out`, each sequence in the form that `_split` chooses.
-        `query` and `rotary` are as in `_absorbed`."""
+        """Computes attention without an indexer's choice into `out`, each sequence in the form that `_split`
+        chooses.
+
+        Args:
+            query: see `_absorbed`.
+            rotary: see `_absorbed`.
+            out: see `_absorbed`.
+        """
         expanded, absorbed = self._split(meta, data_of(kv_layer).shape[3])
         if expanded is None:
             self._absorbed(query, rotary, kv_layer, meta, out)
@@ -180,8 +186,13 @@ class LatentAttention(nn.Module):
         meta: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Computes the absorbed form into `out`, for queries [n, num_heads, nope_dim] and their rotated
-        parts."""
+        """Computes the absorbed form.
+
+        Args:
+            query: [n, num_heads, nope_dim], the queries without their rotated parts.
+            rotary: [n, num_heads, rope_dim], the rotated parts.
+            out: [n, num_heads, value_dim], to be filled.
+        """
         rank = self.latent.kv_rank
         latent_query = query.new_empty((*query.shape[:2], rank + rotary.shape[2]))
         self.absorb(query, latent_query[..., :rank])
@@ -268,8 +279,8 @@ class LatentAttention(nn.Module):
 
 
 def _alone(meta: AttentionMetadata, step: int, topk: int, width: int) -> Iterator[AttentionMetadata]:
-    """Yields the metadata of each `step` tokens of a batch. A token is a sequence of its own, with `topk`
-    positions, or all that it sees if these are fewer, in `width` blocks of its own."""
+    """Yields metadata for a batch's tokens, `step` of them at a time. Each token is a sequence of its own,
+    with `topk` positions, or all that it sees if these are fewer, in `width` blocks of its own."""
     device = meta.block_table.device
     lengths = [
         min(position + 1, topk)

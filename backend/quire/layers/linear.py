@@ -74,19 +74,19 @@ class PartSlots:
 class Linear(nn.Module):
     """Linear layer y = x W^T + b. W may join several named parts with the same input.
 
-    Joining (q, k, v; gate and up) makes one large product of several small ones. The output holds the parts'
-    outputs in the given order.
+    Joining (q, k, v; gate and up) makes one large product of several small ones. Without an activation, the
+    output holds the parts' outputs in the given order.
 
     Args:
         config: the model's configuration.
         in_features: input features.
         parts: output features of each part, by its name in the checkpoint.
         parallel: how tensor-parallel ranks divide the layer. "column": the output features of each part are
-            divided, and so is the next layer's input. "row": the input features are divided, and the result
-            is the sum over the ranks. None: each rank has the whole layer.
+            divided, see `num_parts`. "row": the input features are divided, and the result is the sum over
+            the ranks. None: each rank has the whole layer.
         bias: whether every part has a bias.
-        activation: for two parts of equal size, gate and up, or one part that holds both: the result is
-            activation(gate) * up. See `ops.pack_linear`.
+        activation: for two parts of equal size, gate and up, or one part that holds both: the result is that
+            of `ops.gate_mul`, which for most activations is activation(gate) * up. None: no gate.
         num_parts: number of pieces into which the ranks divide a part, by its name; by default, one per rank.
 
     `in_features` and the sizes in `parts` are this rank's.
@@ -95,7 +95,7 @@ class Linear(nn.Module):
     tensors: LayerTensors
     """Tensors that the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
-    """Packed weights. They do not exist before `pack`."""
+    """Packed weights, or what `keep` put in their place. They do not exist before `pack` or `set_packed`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Linear(nn.Module):
         self.slots: list[PartSlots] = []
         """Adapter slots of each part; empty: there are none. See `worker/adapter_memory.py`."""
         self.keep: Callable[[PackedLinear], PackedLinear] | None = None
-        """Puts packed weights elsewhere, and returns what takes their place; None: they stay."""
+        """Function that puts packed weights elsewhere and returns what takes their place; None: they stay."""
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """Maps x [num_tokens, in_features] to [num_tokens, size]. The size is the sum of the parts' sizes, or
@@ -140,8 +140,8 @@ class Linear(nn.Module):
         return y if self.activation is None else ops.gate_mul(y, self.activation).to(x.dtype)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
-        """Makes the tensors that a scheme stores for the layer. `path` is the layer's name; its parts are
-        siblings of it."""
+        """Makes the tensors that a scheme stores for the layer. `path` is the layer's name. The names of its
+        parts differ from it in the last component."""
         prefix = path.rpartition(".")[0]
         self.tensors = scheme.layer(
             [f"{prefix}.{part}" for part in self.parts],
@@ -160,7 +160,7 @@ class Linear(nn.Module):
         self.set_packed(self.tensors.pack(self.activation))
 
     def set_packed(self, packed: PackedLinear) -> None:
-        """Uses weights that `pack` made earlier from the same tensors, and drops `tensors`."""
+        """Uses packed weights, or with `keep` what that returns for them, and drops `tensors`."""
         self.packed = packed if self.keep is None else self.keep(packed)
         del self.tensors
 

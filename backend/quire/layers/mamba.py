@@ -27,7 +27,7 @@ class MambaShape:
     num_groups: int
     """Number of groups of heads; the heads of a group share the inputs `b` and `c`."""
     state_dim: int
-    """Size of a channel's state."""
+    """Numbers in the state of one dimension of a head."""
     num_taps: int
     """Tokens that the convolution covers, the current one included."""
     conv_bias: bool
@@ -39,6 +39,7 @@ class MambaShape:
         """Raises CheckpointError if `num_groups` does not divide `num_heads`, or `num_taps` is less than 2.
 
         Args:
+            hf: config.json, for the error.
             heads: key of `num_heads` in config.json.
             groups: key of `num_groups`.
             taps: key of `num_taps`.
@@ -74,7 +75,7 @@ class MambaShape:
         return self.space_bytes + (self.num_taps - 1) * self.num_channels * dtype.itemsize
 
     def num_weights(self, hidden_size: int) -> int:
-        """Returns the number of weights in a layer's matrices."""
+        """Returns the number of weights in the layer's input and output projections."""
         return hidden_size * (2 * self.inner_size + self.num_channels + self.num_heads)
 
 
@@ -118,8 +119,8 @@ class Mamba2(nn.Module):
         self.out = Linear(config, shape.inner_size, {"out_proj": size}, parallel="row", bias=shape.proj_bias)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Computes [num_tokens, hidden_size] in the same shape, and updates the sequences' states with their
-        new tokens."""
+        """Maps [num_tokens, hidden_size] to the same shape, and updates the sequences' states with their new
+        tokens."""
         shape, meta, memory = self.shape, context.meta, context.kv_layer
         assert isinstance(memory, torch.Tensor)
         states = memory[:, : shape.space_bytes].view(torch.float32)

@@ -11,12 +11,14 @@ from quire.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """Gated feed-forward layer: down(activation(gate(x)) * up(x)), with gate and up in one product.
+    """Gated feed-forward layer: down(activation(gate(x)) * up(x)), or a variant of it for gpt-oss. Gate and
+    up are computed in one product.
 
     Args:
         config: the model's configuration.
         inner: inner size.
-        names: names of gate, up and down in the checkpoint. With `fused_gate_up`, only the last one is used.
+        names: names of gate, up and down in the checkpoint. With `config.fused_gate_up`, only the last is
+            used.
     """
 
     def __init__(

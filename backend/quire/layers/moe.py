@@ -55,7 +55,8 @@ class MixtureOfExperts(nn.Module):
     """Mixture-of-experts layer: a token's result is the weighted sum of its experts' results; see
     `ops.pack_experts`.
 
-    A shared expert counts as one more expert of every token. Its share is 1, or computed by a gate.
+    A shared expert (`Routing.shared`) counts as one more expert of every token. Its share is 1, or computed
+    by a gate. Some subclasses compute shares and shared experts differently.
 
     Args:
         config: the model's configuration.
@@ -88,7 +89,7 @@ class MixtureOfExperts(nn.Module):
             self._offload(experts.num_experts, experts.max_resident)
 
     def _offload(self, num_experts: int, num_slots: int) -> None:
-        """Has experts moved out of memory as soon as they are packed."""
+        """Has the routed experts moved out of memory as soon as they are packed."""
         self.offloaded = OffloadedExperts(num_experts, num_slots)
         for number, expert in enumerate(self.experts):
             assert isinstance(expert, GatedMLP)
@@ -128,7 +129,8 @@ class MixtureOfExperts(nn.Module):
         return 0 if self.offloaded is None else self.offloaded.nbytes
 
     def offloaded_bytes(self, device_type: str) -> int:
-        """Estimates the bytes of the packed experts that have no slot. Works only before they are packed."""
+        """Estimates the bytes of as many packed experts as will have no slot. Works only before they are
+        packed."""
         if self.offloaded is None:
             return 0
         each = [one.packed_bytes(device_type) for one in self.experts[0].modules() if isinstance(one, Linear)]
@@ -136,7 +138,8 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of packed weights that a step with a single token does not read."""
+        """Bytes of the routed experts in memory, less those that a step with a single token reads. Negative
+        if the token needs more experts than there are slots."""
         if self.offloaded is not None:
             each_slot = self.slot_bytes // self.offloaded.num_slots
             return self.slot_bytes - self.gate.routing.num_chosen * each_slot

@@ -28,8 +28,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (normalised sum, sum) of x and the residual stream. A residual of None, before the first
-        layer, counts as zero."""
+        """Returns (normalised sum, sum) of x and the residual stream. A residual of None counts as zero."""
         if residual is None:
             return self(x), x
         if x.dtype == self.weight.dtype:

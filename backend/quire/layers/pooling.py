@@ -1,4 +1,4 @@
-"""Pooling: how embeddings and scores are computed from a checkpoint's last hidden states."""
+"""Pooling: how embeddings and scores are computed from a model's final hidden states."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How a prompt's hidden states, after the final norm, become an embedding or scores.
+    """How a prompt's final hidden states become an embedding or scores, and whether the model generates
+    tokens or is an encoder.
 
     The defaults apply to decoders that state nothing: the last token's hidden state, normalised to length 1,
     and no scores.
@@ -65,8 +66,8 @@ class Pooling:
     generates: bool = True
     """Whether the model generates tokens."""
     is_encoder: bool = False
-    """Whether tokens see those after them, too. A prompt is computed in one step then, and nothing is
-    cached."""
+    """Whether the model is an encoder, whose tokens also see those after them. A prompt is computed in one
+    step then, and nothing is cached."""
 
     @property
     def num_scores(self) -> int:
@@ -77,14 +78,14 @@ def read_pooling(checkpoint: Path, default: PoolingMode = "last") -> Pooling:
     """Reads how a checkpoint pools, from sentence-transformers' modules.json and the config.json files that
     it names.
 
-    A checkpoint with unsupported pooling serves everything but embeddings; `why_not` gives the reason.
+    If the pooling is not supported, the result's `why_not` gives the reason.
 
     Args:
         checkpoint: a directory, or a file, for which the defaults apply.
         default: mode of a checkpoint without modules.json, or whose modules.json lists no pooling module.
 
     Raises:
-        CheckpointError: a file is broken.
+        CheckpointError: a file is missing or broken, or must not be read.
     """
     file = checkpoint / "modules.json"
     if not file.is_file():

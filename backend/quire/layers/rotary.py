@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every scaling type, and the cosines and sines of a batch.
+"""Rotary position embedding: frequencies of the supported scaling types, cosines and sines of positions.
 
 A position's rotation must not depend on the request or the batch, because cached keys are already rotated and
 may be shared. In `transformers`, two types of scaling depend on the length of the *sequence*:
@@ -28,9 +28,10 @@ from quire.layers.hf_config import HFConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 MIN_NUMBER = 1e-6
-"""Least theta and least factor of a scaling. With smaller ones, angles may not be finite."""
+"""Least theta, and least factor of a scaling, that a file may state. With smaller ones, angles may not be
+finite."""
 NO_ROPE = "none"
-"""Rope type of layers without rotary embedding. It occurs in no file."""
+"""Rope type of layers without rotary embedding. `RopeConfig.from_hf` does not accept it."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 
 
@@ -41,11 +42,11 @@ class RopeConfig:
     rope_type: str
     theta: float
     rotary_dim: int
-    """Number of leading dimensions of a head that take part in the rotation; even. Some may have frequency
-    0, so that they do not turn."""
+    """Number of a head's dimensions that take part in the rotation; even. Some of them may have frequency 0,
+    so that they do not turn."""
     max_position_embeddings: int
     original_max_position_embeddings: int
-    """Context length before scaling, in tokens; equals max_position_embeddings if the file states none."""
+    """Context length before scaling, in tokens; the file's max_position_embeddings if it states none."""
     parameters: dict[str, Any]
     """Parameters of the rope type, under their names in config.json. For `proportional` there is also
     `num_turning`: the number of frequencies that are not 0."""
@@ -152,8 +153,8 @@ class RopeConfig:
 
 
 def first_stated(*values: Any) -> Any:
-    """Returns the first value that the file states, which is the first that is not None; None: there is none.
-    0 and false count as stated, so that they are refused later."""
+    """Returns the first value that is not None; None: there is none. 0 and false are not passed over, so that
+    they can be refused later."""
     return next((value for value in values if value is not None), None)
 
 
@@ -170,7 +171,8 @@ def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor
 
     Args:
         rope: type and parameters.
-        max_model_len: decides between the tables of `dynamic` and `longrope`; see the module's docstring.
+        max_model_len: longest sequence served, in tokens. The frequencies of `dynamic` and `longrope` depend
+            on it; see the module's docstring.
 
     Returns:
         float32 [rotary_dim / 2], radians per position; and the attention factor.
@@ -178,6 +180,7 @@ def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor
     Raises:
         ValueError: the parameters give frequencies that are not finite, or an attention factor that is not
             positive and finite.
+        ArithmeticError: a formula has no value for the parameters.
     """
     if rope.rope_type == "dynamic" and max_model_len > rope.max_position_embeddings:
         return _inverse(rope.rotary_dim, _dynamic_theta(rope, max_model_len)), 1.0
@@ -271,12 +274,12 @@ def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of a batch's positions, computed once per step for all layers with the same rope.
+    """Cosines and sines of positions, shared by the layers with the same rope.
 
     They are looked up in a table (128 k positions of 128 dimensions take 64 MiB). On a CPU it grows with the
-    largest position used; on a GPU it holds all `max_model_len` positions. Computing them in each step is
-    little work, but torch uses a second thread pool for it. Its threads then spin on the cores that the
-    kernels need: 5 to 9 % of a decode step of 40 ms on two cores.
+    largest position used; on a GPU its first use makes it for all `max_model_len` positions. Computing them
+    in each step is little work, but torch uses a second thread pool for it. Its threads then spin on the
+    cores that the kernels need: 5 to 9 % of a decode step of 40 ms on two cores.
 
     Args:
         rope: type and parameters.

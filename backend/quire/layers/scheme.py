@@ -13,11 +13,11 @@ from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, PackedLinear
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a checkpoint stores for a part of a linear layer."""
+    """A tensor that a checkpoint stores for a part of a linear layer, or for a table."""
 
     name: str
     memory: torch.Tensor
-    """Memory that the stored tensor fills."""
+    """Memory for the stored tensor, or for this rank's part of it."""
     out_dim: int | None
     """Dimension of the part's output features, along which ranks divide a column-parallel layer; None: it has
     none."""
@@ -31,8 +31,8 @@ class LayerTensors(Protocol):
 
     @property
     def table(self) -> torch.Tensor | None:
-        """Matrix in which a table's rows are looked up; None: `PackedLinear.rows` of the packed table gives
-        the same numbers."""
+        """Matrix in which rows of a table for look-up are found; None: `PackedLinear.rows` of the packed
+        table gives the same numbers."""
 
     def stored(self) -> Iterator[StoredTensor]:
         """Yields the tensors that the loader must fill."""
@@ -49,11 +49,11 @@ class LinearScheme(Protocol):
 
     @property
     def input_multiple(self) -> int:
-        """Number of which every layer's input features must be a multiple."""
+        """Number of which the sizes in `DecoderConfig.input_sizes` must be multiples."""
 
     @property
     def of_routers(self) -> LinearScheme:
-        """Scheme of routers: small matrices, which are quantised only if the checkpoint's are."""
+        """Scheme of routers and other AsStoredLinear, which are quantised only if the checkpoint's are."""
 
     def identity(self) -> Any:
         """Returns a JSON value. It differs between schemes that read the same stored bits as different

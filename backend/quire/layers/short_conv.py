@@ -1,4 +1,5 @@
-"""Gated short convolution: a layer whose past is its last few inputs. Most layers of LFM2 have it."""
+"""Gated short convolution: a layer whose past is the last few inputs of its convolution. Most layers of LFM2
+have it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from quire_kernels import ops
 
 @dataclass(frozen=True, kw_only=True)
 class ConvShape:
-    """Sizes of a gated short convolution."""
+    """Sizes of a gated short convolution, and whether it has biases."""
 
     inner_size: int
     """Number of channels, which is the hidden size."""
@@ -29,7 +30,7 @@ class ConvShape:
         return (self.num_taps - 1) * self.inner_size * dtype.itemsize
 
     def num_weights(self, hidden_size: int) -> int:
-        """Returns the number of weights in a layer's matrices."""
+        """Returns the number of weights in the layer's input and output projections."""
         return 4 * hidden_size * self.inner_size
 
 
@@ -66,8 +67,8 @@ class ShortConv(nn.Module):
         self.out = Linear(config, inner, {"out_proj": size}, parallel="row", bias=shape.has_bias)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Computes [num_tokens, hidden_size] in the same shape, and updates the sequences' states with their
-        new tokens."""
+        """Maps [num_tokens, hidden_size] to the same shape, and updates the sequences' states with their new
+        tokens."""
         shape, memory = self.shape, context.kv_layer
         assert isinstance(memory, torch.Tensor)
         states = memory[:, : shape.state_bytes(x.dtype)].view(x.dtype)

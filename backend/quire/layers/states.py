@@ -12,14 +12,14 @@ from quire.layers.config import DecoderConfig
 from quire.layers.hf_config import HFConfig
 
 MAX_TAPS = 64
-"""Most taps of a convolution before a state."""
+"""Most taps that a file may state for the convolution of a Mamba-2 layer or a gated short convolution."""
 LAYER_TYPES = {
     "linear_attention": "linear_attention",
     "mamba": "linear_attention",
     "full_attention": "full_attention",
     "attention": "full_attention",
 }
-"""Types of layers under transformers' present names, by the names that config.json may have."""
+"""Kinds of layers, by the names that config.json may have, in decoders with Mamba-2."""
 
 
 class StateShape(Protocol):
@@ -33,7 +33,8 @@ class StateShape(Protocol):
         """Returns the bytes of a layer's state; `dtype` is that of activations."""
 
     def num_weights(self, hidden_size: int) -> int:
-        """Returns the number of weights in a layer's matrices."""
+        """Returns the number of weights in the layer's input and output projections, without the feed-forward
+        part."""
 
 
 @dataclass(frozen=True, kw_only=True)
