@@ -224,6 +224,27 @@ def test_one_that_another_process_has_made_again_is_only_read(served: Served, tm
     assert served.serve()["disk_saved_blocks"] > 20
 
 
+def test_one_that_is_back_after_it_could_not_be_made_again_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a failed mount: the lock of the time before was still held, by the process itself."""
+    monkeypatch.setattr(disk_module, "LOCK_RETRY_S", 0.0)
+    tier = DiskTier(tmp_path / "kv", 2**20, block_bytes=1024, fingerprint="0" * 32)
+    keys = [bytes([number] * 16) for number in range(3)]
+    row = np.zeros((1, 1024), np.uint8)
+    (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    (tmp_path / "kv").write_text("no directory")
+    tier.save(keys[:1], row)
+    assert tier.flush(LIMIT_S) and tier.stats()["read_only"]
+    (tmp_path / "kv").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "kv")
+    tier.save(keys[1:2], row)
+    assert tier.flush(LIMIT_S) and not tier.stats()["read_only"]
+    tier.save(keys[2:], row)
+    assert tier.flush(LIMIT_S) and tier.contains(keys[2])
+    tier.close()
+
+
 def test_where_nothing_can_be_removed_nothing_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

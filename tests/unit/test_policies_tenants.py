@@ -207,3 +207,14 @@ def test_pooled_prompts_are_no_outputs_to_learn_from_and_decode_nothing() -> Non
     assert isinstance(reservation, Predicted)
     reservation.on_finished(pooled)
     assert reservation._lengths == [9]
+
+
+@pytest.mark.row("B13")
+def test_all_tokens_of_all_choices_are_charged() -> None:
+    """The first token of each choice but one was free."""
+    engine = FakeEngine(step_s=0.0, num_blocks=100, tenants={"*": {"tokens_per_minute": 600}})
+    engine.add("r", 0, 5, prompt=[1, 2, 3, 4], n=3, ignore_eos=True, scheduling=SchedulingParams(tenant="a"))
+    while engine.scheduler.has_unfinished():
+        engine.step()
+    roster = engine.scheduler.roster
+    assert roster.tenants.tokens_left("a", roster.clock()) == 600 - 4 - 3 * 5

@@ -332,7 +332,8 @@ class Scheduler:
                 if row.num_drafts:
                     self._take_drafts(request, row, result)
                 if self._has_accounts:
-                    self._account(request, row, len(result.token_ids), now)
+                    num_sampled = len(result.token_ids) + sum(len(one.token_ids) for one in result.choices)
+                    self._account(request, row, num_sampled, now)
                 if not row.samples:
                     if result.prompt_logprobs is not None:
                         end = row.num_computed_tokens + row.num_scheduled_tokens
@@ -402,8 +403,8 @@ class Scheduler:
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
         """Reports the row's computed prompt tokens and sampled tokens to the queue policy, and charges the
-        sampled ones to the tenant's quota. First tokens of choices that fork from the row are left out. After
-        a request's first preemption or failed load no prompt tokens are reported."""
+        sampled ones to the tenant's quota, with the first tokens of choices that fork from the row. After a
+        request's first preemption or failed load no prompt tokens are reported."""
         end = row.num_computed_tokens + row.num_scheduled_tokens
         num_input = 0
         if not request.num_preemptions:

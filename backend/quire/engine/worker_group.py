@@ -193,6 +193,7 @@ class WorkerGroup:
         )
         return dataclasses.replace(
             info,
+            num_threads=sum(one.info.num_threads for one in ready),
             kv_cache_bytes=sum(one.info.kv_cache_bytes for one in ready),
             kv_identity=info.kv_identity and {"ranks": [one.info.kv_identity for one in ready]},
         )

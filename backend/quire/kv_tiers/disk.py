@@ -311,9 +311,7 @@ class DiskTier(KVConnector):
         except OSError:
             os.close(fd)
             raise
-        self._lock_fd, before = fd, self._lock_fd
-        if before is not None:
-            os.close(before)  # of a directory that is gone
+        self._lock_fd = fd
         return True
 
     def _complain(self, error: OSError) -> None:
@@ -422,10 +420,11 @@ class DiskTier(KVConnector):
 
     def _holds_lock(self) -> bool:
         """Returns whether the directory's lock file is the one that this process has locked."""
-        assert self._lock_fd is not None, "only the writer writes"
+        if self._lock_fd is None:
+            return False
         try:
             return os.path.samestat((self._directory / "lock").stat(), os.fstat(self._lock_fd))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _begin_anew(self) -> None:
@@ -433,6 +432,9 @@ class DiskTier(KVConnector):
         or replaced, for example because another disk was mounted there."""
         with self._lock:  # else a save might try for the lock meanwhile, and find it taken: by ourselves
             self._is_owner = False
+            if self._lock_fd is not None:  # while it is open, its lock keeps this process out, too
+                os.close(self._lock_fd)
+                self._lock_fd = None
             self._is_owner = self._try_lock()
         self._shards.clear()
         self._unremoved.clear()

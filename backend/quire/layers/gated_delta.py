@@ -13,7 +13,7 @@ from quire.layers.hf_config import MAX_HEADS, HFConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.short_conv import Convolution
-from quire.layers.states import StatesConfig
+from quire.layers.states import MAX_TAPS, StatesConfig
 from quire_kernels import ops
 
 
@@ -40,7 +40,7 @@ class DeltaShape:
             num_heads=hf.require_int("linear_num_value_heads", 32, most=MAX_HEADS),
             key_dim=hf.require_int("linear_key_head_dim", 128, most=MAX_HEADS),
             value_dim=hf.require_int("linear_value_head_dim", 128, most=MAX_HEADS),
-            num_taps=hf.require_int("linear_conv_kernel_dim", 4, most=MAX_HEADS),
+            num_taps=hf.require_int("linear_conv_kernel_dim", 4, most=MAX_TAPS),
             interleaved=interleaved,
         )
         if shape.num_heads % shape.num_key_heads:
