@@ -16,7 +16,7 @@ from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
 
 MAX_PASSED_OVER = 256
-"""Number of waiting requests at which `Planner._add_waiting` stops, counting those that it passes over because
+"""Number of waiting requests at which `Planner._add_waiting` stops. Those count that it passes over because
 their prefix is being loaded or too many long prompts are under way."""
 
 
