@@ -21,7 +21,7 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     block_ids: list[list[int]]
-    """Per KV group, an entry for each block of the prefix: a block id, NULL_BLOCK or IN_TIER."""
+    """Lists of one length, one for each KV group; an entry is a block id, NULL_BLOCK or IN_TIER."""
 
     @property
     def num_blocks(self) -> int:
@@ -101,7 +101,7 @@ class PrefixLookup:
         self, count: int, locate: Callable[[int, int], int | None]
     ) -> tuple[int, dict[int, dict[int, int]]]:
         """Returns the largest number of blocks, at most `count`, after which the windows of all groups are
-        complete; and blocks by group and position, among them all that lie in these windows."""
+        complete. Also returns found blocks by group and position; all in these windows are among them."""
         numbers = range(self._num_full_groups, len(self._groups))
         tails: dict[int, dict[int, int]] = {number: {} for number in numbers}
         shortened = bool(tails)

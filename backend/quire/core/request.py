@@ -140,8 +140,8 @@ class Request:
             self.end_token_ids |= eos_token_ids
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.admitted_at = 0.0
-        """When the request was first admitted, for a forked choice its parent, in seconds on the scheduler's
-        clock; 0: not yet."""
+        """When the request was first admitted, in seconds on the scheduler's clock; 0: not yet. A choice that
+        forks begins with its parent's value."""
         self.scheduling = scheduling
         self.external_id = external_id
         self.embeds = embeds
