@@ -17,7 +17,8 @@ class _Pin:
 
 
 class Pins:
-    """Holds named references to blocks, each until a deadline. Several pins may hold the same block.
+    """Holds named references to blocks, until a deadline or until they are released. Several pins may hold
+    the same block.
 
     Args:
         max_blocks: most blocks held. It is also the most pins, because any number of pins may share blocks.
@@ -41,11 +42,11 @@ class Pins:
         return {name: pin.deadline for name, pin in self._pins.items()}
 
     def hold(self, name: Hashable, block_ids: Sequence[int], deadline: float) -> None:
-        """Holds these blocks, at most `max_blocks`, under `name`. Releases the blocks that this pin held
-        before; without new blocks, the pin ends. To make room, releases other pins, the least recently used
-        first.
+        """Holds these blocks under `name`. Releases the blocks that this pin held before; without new blocks,
+        the pin ends. To make room, releases other pins, the least recently used first.
 
         Args:
+            block_ids: at most `max_blocks` blocks.
             deadline: seconds on the clock of `expire`; the pin's old deadline stays if it is later.
         """
         before = self._pins.get(name)
@@ -65,7 +66,7 @@ class Pins:
 
     def touch(self, name: Hashable, deadline: float) -> None:
         """Makes the pin of this name the most recently used and sets its deadline. No effect if there is
-        none."""
+        no such pin."""
         pin = self._pins.pop(name, None)
         if pin is not None:
             pin.deadline = deadline
@@ -97,7 +98,7 @@ class Pins:
 
     @property
     def next_expiry(self) -> float:
-        """Time before which no pin expires; inf: there is no pin."""
+        """Time before which no pin expires. It may be earlier than all deadlines, and finite without pins."""
         return self._first_deadline
 
     def expire(self, now: float) -> None:

@@ -16,16 +16,17 @@ from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
 
 MAX_PASSED_OVER = 256
-"""Most waiting requests that one step passes over because their prefix is being loaded, or because too many
-long prompts are under way."""
+"""Number of waiting requests at which `Planner._add_waiting` stops. Those count that it passes over because
+their prefix is being loaded or too many long prompts are under way."""
 
 
 class Planner:
     """Gives running requests their rows in the order of ranks, then admits waiting requests. Under a queue
     policy that preempts, urgent waiting requests are admitted first.
 
-    When the pool is exhausted, the running request of the largest rank is preempted. The freed blocks are for
-    the running requests: after a preemption, a step admits others only if it would have no rows otherwise.
+    When the pool is exhausted, usually the running request of the largest rank is preempted. The freed blocks
+    are for the running requests: after such a preemption, a step admits others only if it would have no rows
+    otherwise.
 
     Args:
         max_model_len: most tokens of prompt and output together.
@@ -44,11 +45,12 @@ class Planner:
         computes_whole_prompts: bool = False,
     ) -> None:
         self.num_recomputed_tokens = 0
-        """Number of tokens since start that were computed again after a preemption."""
+        """Number of tokens since start that steps computed for requests which had given up these tokens'
+        blocks, by a preemption or because a load or a step failed."""
         self.admission_blocked_by = ""
-        """Why the latest step admitted no further request from the queue: "seats" (places in the batch),
-        "blocks" (room in the KV cache, also after a preemption), "budget" (the step's tokens), or "" (none
-        was left, the batch policy, or reasons of the requests' own)."""
+        """Latest known reason why no further request was admitted from the queue: "seats" (places in the
+        batch), "blocks" (room in the KV cache, also after a preemption), "budget" (the step's tokens), or ""
+        (another reason, or none was left)."""
         self._config = config
         self._roster = roster
         self._queue = roster.queue
@@ -62,7 +64,7 @@ class Planner:
         self._drafts = drafts
         self._computes_whole_prompts = computes_whole_prompts
         self._only: str | None = None
-        """Id of the only request that may run; None: all may run."""
+        """Id of the only request that may have rows, with all its choices; None: there is no such limit."""
 
     def plan(self, number: int, *, is_ahead: bool) -> Step:
         """Plans a step: chooses its rows and allocates their blocks.
@@ -199,8 +201,8 @@ class Planner:
 
     @staticmethod
     def _whole_spans(request: Request, count: int) -> int:
-        """Returns how many of the next `count` tokens a row may have so that it cuts no joint span; 0: it
-        must wait for a step with more room."""
+        """Returns how many of the request's next `count` tokens a row may have so that it cuts no joint span
+        (`PromptEmbeds.is_joint`); 0: the request must wait for a step with more room."""
         begin = request.num_computed_tokens
         return count if request.embeds is None else request.embeds.last_cut(begin, begin + count) - begin
 
@@ -226,7 +228,8 @@ class Planner:
             self._add_waiting(step)
 
     def _admit_urgent(self, step: Step) -> None:
-        """Lets waiting requests of more urgent classes preempt running ones of less urgent classes."""
+        """Admits waiting requests of more urgent classes, which may preempt running ones of less urgent
+        classes."""
         while (found := self._next_urgent()) is not None:
             request, prefix, victims = found
             for victim in victims:
@@ -239,8 +242,9 @@ class Planner:
             self._roster.admit(request, prefix)
 
     def _next_urgent(self) -> tuple[Request, CachedPrefix, list[Request]] | None:
-        """Returns the first waiting request that may preempt, its cached prefix, and the requests that it may
-        preempt, the last in rank first; None: there is none."""
+        """Looks for a waiting request that may preempt running ones. Returns it, its cached prefix, and these
+        running requests, the last in rank first. None: there is none ahead of a request that must not be
+        passed over."""
         with closing(self._queue.candidates(self._roster.clock())) as candidates:
             for request in candidates:
                 if request.is_paused or not self._has_adapter(request):
@@ -296,9 +300,9 @@ class Planner:
         return under_way >= most
 
     def _needs_pending(self, request: Request) -> bool:
-        """Returns whether the request must wait for its pending tokens before its next row. This is so if
-        they are its last, if beam search must choose, or if choices have yet to fork from blocks or states
-        that the row would free or change."""
+        """Returns whether a request with pending tokens must wait for them before its next row. This is so if
+        they are its last by its length limit, if beam search must choose, or if choices have yet to fork from
+        blocks or states that the row would free or change."""
         if request.sampling_params.beam_width > 1:
             return True
         if request.num_sequences > 1 and (request.num_pending_tokens > 1 or self._kv.num_state_groups):
@@ -308,9 +312,9 @@ class Planner:
 
     def _allocate_or_preempt(self, request: Request, count: int) -> list[list[int]] | None:
         """Allocates slots for a running request, and returns the result of `allocate_slots`. While there is
-        no room, releases a pin if no other request runs and there is a pin, else preempts the request that is
-        last in rank. None: the request was itself preempted, as the last in rank, or must wait because the
-        last in rank is loading blocks."""
+        no room, releases a pin if there is one and all that runs belongs to one request, else preempts the
+        request that is last in rank. None: the request was itself preempted, as the last in rank, or must
+        wait because the last in rank is loading blocks."""
         running = self._roster.running
         while (block_ids := self._kv.allocate_slots(request, count)) is None:
             victim = running[-1]
@@ -384,8 +388,8 @@ class Planner:
             row.num_scheduled_tokens += count
 
     def _most_drafts(self, step: Step, request: Request, num_slots: int) -> int:
-        """Returns the most drafts for the request's next one-token row, if `num_slots` tokens have slots;
-        below 1: none."""
+        """Returns the most drafts for the request's next one-token row, if its blocks have slots for
+        `num_slots` tokens; below 1: none."""
         end = request.num_prompt_tokens + request.max_output_tokens(self._max_model_len)
         # What is drawn behind the last of them is the request's last token at most.
         most = min(num_slots, end - 1) - request.num_computed_tokens - 1
@@ -400,7 +404,7 @@ class Planner:
         return self._most_drafts(step, request, num_slots) > 0 and self._drafts.is_worth_waiting(drafter)
 
     def _plain_decode_until(self, request: Request) -> int:
-        """Returns the number of computed tokens up to which one-token rows need no block and sample no token
+        """Returns a number of computed tokens up to which one-token rows need no block and sample no token
         beyond the length limit; see `Request.plain_decode_until`."""
         # None of them is computed a second time: with one token missing, all that once were are again.
         num_prompt_tokens = request.num_prompt_tokens

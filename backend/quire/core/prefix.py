@@ -11,9 +11,9 @@ from quire.core.request import Request
 from quire.models.kv_groups import KVGroup
 
 NULL_BLOCK = -1
-"""Block table entry without a block: it has left the window and was freed, or never existed."""
+"""Entry of a block table that holds no block, for example because the block has left the window."""
 IN_TIER = -2
-"""CachedPrefix entry for a block that is in a KV tier and not in the pool."""
+"""Entry of a CachedPrefix for a block that is to be loaded from a KV tier."""
 
 
 class CachedPrefix(NamedTuple):
@@ -21,11 +21,12 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     block_ids: list[list[int]]
-    """A block id, NULL_BLOCK or IN_TIER for each block of each KV group."""
+    """Lists of one length, one for each KV group; an entry is a block id, NULL_BLOCK or IN_TIER."""
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the request's table that the prefix covers, in the pool or not."""
+        """Number of blocks in the prefix, of all KV groups and in the pool or not; NULL_BLOCK does not
+        count."""
         return sum(block_id != NULL_BLOCK for blocks in self.block_ids for block_id in blocks)
 
 
@@ -54,8 +55,8 @@ class PrefixLookup:
 
         Args:
             is_in_tier: returns whether a KV tier has the block with this key; None: there is no tier.
-            most: most blocks to look for; None: as many as the request may use. Ignored if the only group has
-                no window and there is no tier.
+            most: most blocks per group to look for; None: as many as the request may use. Ignored if the only
+                group has no window and there is no tier.
         """
         if self._is_uniform and is_in_tier is None:
             return self._find_uniform(request)
@@ -99,8 +100,8 @@ class PrefixLookup:
     def _find_tails(
         self, count: int, locate: Callable[[int, int], int | None]
     ) -> tuple[int, dict[int, dict[int, int]]]:
-        """Returns the largest number of blocks, at most `count`, after which every window is complete; and
-        the blocks in the windows by group and position."""
+        """Returns the largest number of blocks, at most `count`, after which the windows of all groups are
+        complete. Also returns found blocks by group and position; all in these windows are among them."""
         numbers = range(self._num_full_groups, len(self._groups))
         tails: dict[int, dict[int, int]] = {number: {} for number in numbers}
         shortened = bool(tails)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from quire.core.request import Request
 
 PROVEN_TOKENS = 16
-"""Output tokens that a request must gain after an engine's death to be cleared. A dying engine may be some
-tokens ahead of the outputs that arrived, so the fatal token may be among them."""
+"""Output tokens after an engine's death with which a request is cleared; more are needed with drafts. A dying
+engine may be some tokens ahead of the outputs that arrived, so the fatal token may be among them."""
 STEPS_AHEAD = 2
 """Most steps in flight at an engine's death. For each, the configured number of drafts is added to
 PROVEN_TOKENS."""
@@ -23,7 +23,7 @@ class InFlightSuspects(NamedTuple):
     request_ids: tuple[str, ...] = ()
     """Ids of the suspects with a row in a step in flight."""
     is_alone: bool = False
-    """Whether no other request has a row in flight."""
+    """Whether all rows in flight belong to one request, a suspect."""
 
 
 NO_SUSPECTS = InFlightSuspects()
@@ -31,22 +31,22 @@ NO_SUSPECTS = InFlightSuspects()
 
 class _Suspect(NamedTuple):
     request: Request
-    """The request, or the first of its choices."""
+    """The request, or the first of its choices, even after its end."""
     sequences: Mapping[int, Request]
     """Unfinished choices of the request by index."""
     goal: float
-    """Number of output tokens that clears the request; inf for a beam search, which begins anew and whose
-    progress is not known: only its end clears it."""
+    """Number of output tokens of one choice that clears the request; inf for a beam search, which begins anew
+    and whose progress is not known: only its end clears it."""
 
 
 class Probation:
-    """Suspects: the requests that survived an engine's death. A suspect is cleared when it has made progress
-    or has ended.
+    """Suspects: the requests that survived an engine's death. A suspect is cleared when it has made enough
+    progress (PROVEN_TOKENS) or has ended.
 
-    After one death, suspects run like all other requests. Suspects that were in flight at a second death then
+    After one death, suspects run like all other requests. Suspects that were in flight at a later death then
     run one at a time, with nothing beside them, until each is cleared. If another engine dies, the one that
-    ran alone is known. After two such deaths in a row, the frontend ends that request; the others have only
-    lost time.
+    ran alone is known. After two deaths in a row at which a request ran alone, the frontend ends it, and the
+    others go on.
 
     Args:
         num_draft_tokens: most drafts per step and request: with each step in flight, an engine may be ahead
@@ -56,7 +56,8 @@ class Probation:
     def __init__(self, num_draft_tokens: int = 0) -> None:
         self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
         self.in_flight_suspects = NO_SUSPECTS
-        """Suspects with rows in the steps in flight; replaced by another object whenever they change."""
+        """Suspects with rows in the steps in flight, as of the latest `launch`; replaced by another object
+        whenever they change."""
         self._suspects: dict[str, _Suspect] = {}
         self._alone: str | None = None
 
@@ -71,7 +72,8 @@ class Probation:
         self._suspects[request.request_id] = _Suspect(request, sequences, goal)
 
     def review(self) -> str | None:
-        """Drops cleared suspects. Returns the id of the only request that may have rows; None: all may."""
+        """Drops cleared suspects. Returns the id of the only request that may have rows; None: there is no
+        such limit."""
         for request_id, (_, sequences, goal) in list(self._suspects.items()):
             if not sequences or _num_tokens(sequences) >= goal:
                 del self._suspects[request_id]

@@ -1,4 +1,4 @@
-"""Request: the engine's state of one generation, owned by the engine's one thread."""
+"""Request: the engine's state of one sequence, owned by the thread that owns the scheduler."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class FinishReason(str, enum.Enum):
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """Blocks of one running request."""
+    """Blocks that one request holds in the pool."""
 
     blocks: list[list[int]]
     """Block ids per KV group, the same number in each; NULL_BLOCK for an entry without a block."""
     released: list[int]
     """Number of leading blocks that are NULL_BLOCK, per KV group."""
     num_cached: int = 0
-    """Number of leading blocks of keys and values that were offered to the prefix cache."""
+    """Number of leading blocks of keys and values that need not be offered to the prefix cache any more."""
 
 
 class SwappedBlocks(NamedTuple):
     """Blocks of a preempted request in the host tier."""
 
     num_tokens: int
-    """Number of computed tokens whose keys and values these blocks hold."""
+    """Number of computed tokens whose keys and values, or states, these blocks hold."""
     keys: list[dict[int, bytes]]
     """Key of each block by its position in the block table, per KV group."""
 
@@ -66,11 +66,11 @@ _DEFAULT_SCHEDULING = SchedulingParams()
 
 
 class Request:
-    """One sequence being generated.
+    """One sequence being generated, or a prompt being pooled.
 
     There are no phases. `num_computed_tokens` counts tokens whose KV is in the cache, or will be when the
-    planned steps are done. Under the scheduler's budget it catches up with `num_tokens` (prompt and output
-    known so far) plus `num_pending_tokens` (which those steps will sample). A preempted request has
+    planned steps and loads are done. Under the scheduler's budget it catches up with `num_tokens` (prompt and
+    output known so far) plus `num_pending_tokens` (which those steps will sample). A preempted request has
     `num_computed_tokens == 0` again and keeps its output.
     """
 
@@ -140,7 +140,8 @@ class Request:
             self.end_token_ids |= eos_token_ids
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.admitted_at = 0.0
-        """When the request was first admitted, in seconds on the scheduler's clock; 0: not yet."""
+        """When the request was first admitted, in seconds on the scheduler's clock; 0: not yet. A choice that
+        forks begins with its parent's value."""
         self.scheduling = scheduling
         self.external_id = external_id
         self.embeds = embeds
@@ -148,34 +149,35 @@ class Request:
         """LoRA adapter of the request; None: the base model."""
         self.block_hashes: list[bytes] = []
         self.rank: tuple[float, ...] = (0.0, 0)
-        """Rank in the queue: smaller is served earlier. Set once by the queue policy, and unique: the second
-        entry is an arrival number. Choices that fork have the rank of their parent, with their index as a
-        third entry."""
+        """Rank in the queue: smaller is usually served earlier. Set once by the queue policy, and unique:
+        the second entry is an arrival number. Choices that fork have the rank of their parent, with their
+        index as a third entry."""
         self.num_sequences = sampling_params.num_sequences
-        """Number of seats that the request occupies: its own, and one for each choice that will fork from
-        it."""
+        """Number of seats that the request occupies while it runs: its own, and one for each choice that will
+        fork from it."""
         self.index = 0
         """Index of the choice or beam; 0 for a request that has not forked."""
         self.group_id = request_id
-        """`request_id` that all choices or beams of a request have in common; differs from the own
-        `request_id` only for those that forked."""
+        """Id that all choices or beams of a request have in common: the `request_id` of the first. It differs
+        from `request_id` only in those that forked from another one."""
         self.is_paused = False
         """Whether this beam gets no rows until all other beams of its group have reported their
         candidates."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        """Number of tokens that planned steps will sample; one for each row that samples, even with
-        drafts."""
+        """Number of planned rows that sample and whose results are not processed yet. A row counts as one
+        token, even with drafts."""
         self.drafter: Drafter | None = None
-        """Guesses the next tokens; None: no drafts, or no token generated yet."""
+        """Guesses the next tokens; None: no drafts, or this engine has generated no token yet."""
         self.num_forced_tokens = 0
         """Number of newest tokens to send to the runner with the next row, because beam search chose them and
         the runner did not sample them."""
         self.num_computed_before_preemption = 0
-        """Most computed tokens, cached ones included, that the request had when it gave up its blocks."""
+        """Most computed tokens that the request had when it gave up its blocks. Those found cached are
+        included, even if they could not be loaded."""
         self.num_cached_tokens = 0
-        """Number of tokens found cached at the first admission, 0 again if they could not be loaded; for a
-        forked choice all prompt tokens."""
+        """Number of tokens found cached at the first admission; for a forked choice all prompt tokens. A load
+        of the request's blocks that fails sets it to 0."""
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling_params.prompt_logprobs is None else []
         )
@@ -187,21 +189,23 @@ class Request:
         """The request's blocks; None: it has none. Only the KVCacheManager changes them."""
         self.plain_decode_until = 0
         """Number of computed tokens up to which each one-token row is a plain decode: it samples one token,
-        and needs no new block and no other work. 0 while the request does not run."""
+        and needs neither a new block nor other work of the planner. 0 while the request does not run."""
         self.load_id: int | None = None
         """Id of the load from a KV tier that is under way; the request computes nothing until it ends. None:
         no load."""
         self.swapped: SwappedBlocks | None = None
-        """Blocks that were moved to the host tier at the preemption; None: none were."""
+        """Blocks that were copied to the host tier at the latest preemption and are kept there; None: there
+        are none."""
         self.reuses_prefix = reuses_prefix
-        """Whether cached prefixes may be used; False if the hidden states of all tokens are wanted."""
+        """Whether cached prefixes may be used; False if pooling needs hidden states of other tokens than the
+        last."""
         self.uses_tiers = reuses_prefix
-        """Whether KV tiers may be used. False if `reuses_prefix` is, and after a load of the request's blocks
-        has failed."""
+        """Whether the request's blocks may be found in KV tiers, and be swapped out. False if `reuses_prefix`
+        is, and after a load of its blocks has failed."""
         self.num_preemptions = 0
         self.num_deaths = 0
         """Number of deaths of the request's engines, counted anew from each death at which the request was
-        not an in-flight suspect (`core/probation.py`). Above 0, an earlier engine has accepted it."""
+        not an in-flight suspect (`core/probation.py`). Above 0, it was sent to an earlier engine."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -213,7 +217,7 @@ class Request:
 
     @property
     def num_missing(self) -> int:
-        """Number of tokens still to compute, pending ones included; 1 for a request that decodes."""
+        """Number of tokens still to compute, pending ones included; usually 1 while the request decodes."""
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
@@ -281,8 +285,8 @@ class Request:
         self, token_id: int, num_output_tokens: int, max_model_len: int
     ) -> tuple[FinishReason, int | None] | None:
         """Returns the finish reason and the stop reason if `token_id`, as the last of `num_output_tokens`
-        output tokens, ends the request; None: it does not. The stop reason is the token id, or None for EOS
-        and LENGTH."""
+        output tokens, ends the request; None: it does not. The stop reason is the token id, or None for
+        LENGTH and, without `ignore_eos`, for EOS."""
         if token_id in self.end_token_ids and num_output_tokens >= self.sampling_params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not self.sampling_params.ignore_eos
             return FinishReason.STOP, None if is_eos else token_id
@@ -291,7 +295,7 @@ class Request:
         return None
 
     def max_output_tokens(self, max_model_len: int) -> int:
-        """Returns the number of output tokens at which the request ends with LENGTH."""
+        """Returns the most output tokens that the request may have."""
         limit = max_model_len - self.num_prompt_tokens
         max_tokens = self.sampling_params.max_tokens
         return limit if max_tokens is None or max_tokens > limit else max_tokens

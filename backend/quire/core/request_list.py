@@ -25,12 +25,12 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
         and `num_more`. A request has `id` (the client's, at most MAX_NAME_LENGTH characters), `tenant`,
         `adapter`, `state`, `waits_for`, `position`, numbers of choices, tokens and preemptions, and `age_ms`.
 
-        `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: "load"
-        while loading, empty for other running requests, else "choices" (other sequences of its own), "tenant"
-        (its limit), "adapter" (a slot or its weights), "queue" (requests before it), "seats" (a place in the
-        batch), "blocks" (room in the KV cache) or "step" (the next one). `position` counts the waiting
-        sequences of smaller rank, 0 for a running request; fair queueing and longest-prefix-first may still
-        serve those later.
+        `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" (no output token yet) or
+        "decoding". `waits_for`: "load" while loading, empty for other running requests, else "choices" (other
+        sequences of its own), "tenant" (its limit), "adapter" (a slot or its weights), "queue" (sequences of
+        smaller rank), "seats" (a place in the batch), "blocks" (room in the KV cache) or "step" (the next
+        one). `position` counts the waiting sequences of smaller rank, 0 for a running request; they may still
+        be served later.
     """
     waiting = sorted(roster.queue, key=lambda request: request.rank)
     positions = {request.request_id: position for position, request in enumerate(waiting)}
@@ -52,7 +52,11 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
 
 
 def _entry(members: list[Request], roster: Roster, positions: dict[str, int], now: float) -> dict[str, Any]:
-    """Returns the entry of one request from its unfinished sequences; it is running if any of them is."""
+    """Returns the entry of one request, which counts as running if any of its sequences runs.
+
+    Args:
+        members: the request's unfinished sequences, running ones first.
+    """
     first = members[0]
     state, waits_for = _state(first, roster, positions)
     return {

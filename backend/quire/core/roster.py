@@ -66,7 +66,7 @@ class Roster:
         """Number of seats that no running request occupies (`Request.num_sequences`)."""
         self.num_preemptions = 0
         self._by_external_id: dict[tuple[str, str], dict[str, None]] = {}
-        """Ids of requests by (tenant, client's id). Ids of different tenants may be equal."""
+        """Ids of requests by (tenant, client's id). A client's id may stand for several requests."""
         self._deadlines = DeadlineHeap()
         self._session_ttl_s = session_ttl_s
         self._dropped: list[str] = []
@@ -228,8 +228,8 @@ class Roster:
     # Ends.
 
     def finish(self, request: Request, reason: FinishReason, *, is_external: bool) -> None:
-        """Ends a request in any state. First caches the computed blocks of a running request, and pins them
-        if the request asks for that. With `session_end`, releases its session's pin.
+        """Ends a waiting or running request. First caches the computed blocks of a running request, and pins
+        them if the request asks for that. With `session_end`, releases its session's pin.
 
         Args:
             is_external: whether it was aborted, or ended by a deadline; for the trace.
@@ -245,7 +245,7 @@ class Roster:
             self.trace.on_finish(request, reason, is_external=is_external)
 
     def discard(self, request: Request) -> None:
-        """Ends a request in any state, without keeping or reporting anything of it."""
+        """Ends a waiting or running request, without keeping or reporting anything of it."""
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
         else:
@@ -300,8 +300,8 @@ class Roster:
         request.num_computed_tokens = request.plain_decode_until = 0
 
     def _keep(self, request: Request) -> None:
-        """Makes the blocks of an ending request findable, plans their saves to the KV tiers, and pins them if
-        the request asks for that. Logs a failure instead of raising it."""
+        """Makes the full blocks of an ending request findable, plans their saves to the KV tiers, and pins
+        them if the request asks for that. Logs a failure instead of raising it."""
         try:
             newly_cached = self.kv.cache_blocks(request, is_over=True)
             self.transfers.save(newly_cached)

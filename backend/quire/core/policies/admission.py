@@ -18,18 +18,19 @@ MEMORY_S = 30.0
 MIN_DEPARTURES = 8.0
 """Fewest remembered departures needed before a request is refused by the predicted wait for a seat."""
 MIN_HINT_DEPARTURES = 1.0
-"""Fewest remembered departures needed before a refusal states when to retry; a rough time is enough there."""
+"""Fewest remembered departures needed before the refusal of a full queue states when to retry; a rough time
+is enough there."""
 SIGMAS = 2.33
-"""Standard deviations above the mean that the prediction allows for. Requests end at random times, so with
-the mean alone half of them would be late."""
+"""Standard deviations above the mean that the predicted wait for a seat allows for. Requests end at random
+times, so the mean alone would be too short for about half of the waits."""
 
 
 class AdmissionControl:
     """Bounds the queue and predicts a new request's time to first token (TTFT).
 
     The model of a step's duration is a + b * prefill tokens. a and b are fitted to past steps, whose weights
-    fade with MEMORY_S. All methods are O(1). Without history nothing is predicted, and only a full queue
-    refuses requests.
+    fade with MEMORY_S. All methods are O(1). Without history nothing is predicted, and requests are refused
+    only because the queue is full.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -60,7 +61,7 @@ class AdmissionControl:
         self._num_departures += 1
 
     def on_step(self, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
-        """Records a finished step; a step without rows does not count."""
+        """Records a finished step; a step without rows or duration does not count."""
         if not num_rows or duration_s <= 0:
             return
         fade = math.exp(-duration_s / MEMORY_S)
@@ -74,10 +75,11 @@ class AdmissionControl:
         self._num_departures = 0
 
     def predicted_ttft_s(self, num_tokens: int, num_waiting: int, num_free_seats: int) -> float | None:
-        """Returns the seconds until a new request would have its first token; None: unknown as yet.
+        """Returns the predicted seconds until a new request would have its first token; None: unknown as yet.
 
         The result is the larger of two times: computing the prompts and, by Little's law, waiting until
-        enough running requests have ended at the recent rate.
+        enough running requests have ended at the recent rate. The second has a margin (SIGMAS), and is 0
+        while fewer than MIN_DEPARTURES departures are remembered.
 
         Args:
             num_tokens: prompt tokens to compute before that, including the request's own.
@@ -97,8 +99,8 @@ class AdmissionControl:
         return max(drain, seats)
 
     def predicts(self, request: Request) -> bool:
-        """Returns whether a limit on the predicted time to first token applies to the request. For the
-        engine's own requests, check() ignores the limits."""
+        """Returns whether the request or the configuration limits the predicted time to first token. `check`
+        ignores such limits for the engine's own requests."""
         given = request.scheduling
         limits = (given.ttft_deadline, given.deadline, self._config.max_predicted_ttft_ms or None)
         return any(limit is not None for limit in limits)
@@ -114,8 +116,8 @@ class AdmissionControl:
         num_running_tokens: int = 0,
         ahead: tuple[int, int] | None = None,
     ) -> None:
-        """Raises if a new request must be refused; changes nothing. The engine's own requests are never
-        refused.
+        """Raises if a new request must be refused; changes nothing. It refuses none of the engine's own
+        requests.
 
         Args:
             num_running_tokens: tokens that running requests have still to compute
@@ -171,7 +173,8 @@ class AdmissionControl:
         return self._seconds / self._departures if self._departures >= MIN_HINT_DEPARTURES else None
 
     def _fit(self) -> tuple[float, float]:
-        """Returns a and b by least squares, both at least 0. If the steps cannot separate them, a is 0."""
+        """Returns a and b of the class's model of a step's duration, by least squares, both at least 0.
+        If the steps cannot separate them, a is 0."""
         mean = self._tokens / self._steps
         variance = self._tokens2 / self._steps - mean * mean
         ratio = self._seconds / self._tokens

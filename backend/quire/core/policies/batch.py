@@ -13,14 +13,14 @@ do not wait for the end of all answers."""
 
 
 class Phases(NamedTuple):
-    """Kinds of rows that a step may hold."""
+    """Kinds of rows that a step may hold. They may be ignored if the step would have no rows otherwise."""
 
     decodes: bool
     """Whether running requests that lack one token may have rows."""
     prefills: bool
     """Whether running requests that lack several tokens may have rows."""
     admits: bool
-    """Whether waiting requests may be admitted."""
+    """Whether waiting requests may be admitted, apart from urgent ones under a queue policy that preempts."""
 
 
 def phases(policy: str, running: Sequence[Request], num_waiting: int, number: int) -> Phases:

@@ -8,7 +8,7 @@ FADE = 1.0 - 1.0 / 32.0
 """Weight of the measurements so far when a new one is added."""
 
 Rates = Callable[[], tuple[float | None, float | None]]
-"""Returns the measured bytes per second from the pool to the host tier, and back; None: not measured yet."""
+"""Returns the measured bytes per second from the pool to the KV tiers, and back; None: not measured."""
 
 
 class PreemptionCost:

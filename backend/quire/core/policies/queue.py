@@ -16,12 +16,12 @@ from quire.core.request import Request
 TOKENS_PER_AGEING = 1000
 """shortest_first: tokens of work that count as much as `ageing_s` seconds of waiting."""
 MAX_EXPECTED_OUTPUT = 1024
-"""shortest_first: cap on the expected output tokens, and the expectation for a request that states no
-limit."""
+"""shortest_first: cap on the expected output tokens of each choice, and the expectation if the request states
+no limit."""
 PREFIX_WINDOW = 64
-"""longest_prefix: number of the oldest requests that are sorted together."""
+"""longest_prefix: number of requests, successive in rank, that are sorted together."""
 PREFIX_WALKS = 32
-"""longest_prefix: most calls of `cached_tokens` in one candidates()."""
+"""longest_prefix: most calls of `cached_tokens` in one walk of `candidates`."""
 MAX_IDLE_TENANTS = 4096
 """fair: most tenants without waiting requests whose counters are kept."""
 OUTPUT_WEIGHT = 2
@@ -33,13 +33,13 @@ class QueuePolicy(ABC):
 
     The first push gives a request its `rank`: (key, arrival sequence number); a forked choice has one
     already. The rank never changes. A smaller one is served earlier, unless the policy says otherwise.
-    Preempted requests return to the place of their rank, and the rank decides which request is preempted.
-    Without another rule the key is 0, so that ranks follow the order of arrival at the engine. Among equal
-    keys, requests from an engine that died come first.
+    Preempted requests return to the place of their rank. If blocks are lacking, the rank decides which
+    request is preempted. Without another rule the key is 0, so that ranks follow the order of arrival at the
+    engine. Among equal keys, requests from an engine that died come first.
 
-    The scheduler must also call on_admitted() for each request that begins to run, after it was removed and
-    its cached prefix is known; on_left() for each request that stops running; and, at least for `FairQueue`,
-    on_tokens() for the tokens of its rows.
+    The scheduler must also call on_admitted() for each request that begins to run, once it is not in the
+    queue and its cached prefix is known; on_left() for each request that stops running; and, at least for
+    `FairQueue`, on_tokens() for the tokens of its rows.
     """
 
     preempts: bool = False
@@ -63,7 +63,7 @@ class QueuePolicy(ABC):
         return self._num_tokens
 
     def push(self, request: Request) -> None:
-        """Adds a new request, or returns a preempted one to the place of its rank; O(log n)."""
+        """Adds a request, which gets a rank if it has none."""
         assert request.request_id not in self._requests, request
         if request.rank[1] == 0:
             number = next(self._arrivals)
@@ -75,14 +75,14 @@ class QueuePolicy(ABC):
         self._insert(request)
 
     def remove(self, request: Request) -> None:
-        """Removes a request that was admitted or has ended; O(log n) amortised."""
+        """Removes a request that is admitted or has ended."""
         _, num_tokens = self._requests.pop(request.request_id)
         self._num_tokens -= num_tokens
         self._discard(request, num_tokens)
 
     @abstractmethod
     def candidates(self, now: float) -> Generator[Request, None, None]:
-        """Yields requests that may be admitted, best first.
+        """Yields waiting requests whose tenants may have one more running, best first.
 
         The caller may remove() the request it got last and then call on_admitted(), may pass over requests,
         and may stop early. It must change nothing else meanwhile.
@@ -96,8 +96,8 @@ class QueuePolicy(ABC):
         return False
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Returns the number of requests, and of their tokens, expected to begin before a request that is not
-        pushed yet."""
+        """Returns an estimate of how many waiting requests, and how many tokens of theirs, begin before a
+        request that is not pushed yet."""
         return len(self._requests), self._num_tokens
 
     def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:  # noqa: B027
@@ -120,14 +120,13 @@ class QueuePolicy(ABC):
 
 
 class FCFSQueue(QueuePolicy):
-    """Serves requests in the order of rank: first come, first served, unless a subclass defines another key.
+    """Serves requests in the order of rank: first come, first served, unless a subclass defines another key
+    or order.
 
     Requests of a tenant at its limit of running requests are parked when candidates() comes to them. They
     return one by one as requests of the tenant leave or are passed over, so a tenant's long queue costs the
     others little. A tenant with parked requests either may not run another one, or has at least as many
     requests in line, or about to return, as it may start.
-
-    candidates(): O(k log n) for k requests looked at.
 
     Args:
         may_run: returns whether the tenant of a request may have one more running.
@@ -202,7 +201,7 @@ class PriorityQueue(FCFSQueue):
     - no starvation with ageing: a request that arrives more than 200 * ageing_s after r has a larger rank
     than r (classes are in [-100, 100]). So finitely many are ever ahead of r, and r becomes the one of
     smallest rank.
-    A request that has aged past newer urgent ones is not preempted by them, whether waiting or running.
+    A running request of smaller rank than newer, more urgent ones is not preempted by them.
     """
 
     preempts = True
@@ -216,7 +215,8 @@ class PriorityQueue(FCFSQueue):
         return more_urgent and waiting.rank < running.rank
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Counts waiting requests of its own and more urgent classes; ignores ageing. O(classes)."""
+        """Counts the waiting requests of the request's class and of more urgent classes, and their tokens.
+        Ignores ageing."""
         counts = [
             count for priority, count in self._classes.items() if priority <= request.scheduling.priority
         ]
@@ -241,7 +241,7 @@ class PriorityQueue(FCFSQueue):
 
 class ShortestFirstQueue(FCFSQueue):
     """Serves the least work first: uncached prompt tokens, estimated on arrival, plus expected output of all
-    choices.
+    choices or beams.
 
     `ageing_s` seconds of waiting count as much as TOKENS_PER_AGEING tokens, so no request starves; with 0
     some may starve.
@@ -257,13 +257,13 @@ class ShortestFirstQueue(FCFSQueue):
 
 
 class LongestPrefixQueue(FCFSQueue):
-    """Serves the most cached tokens first (SGLang's LPM), within windows of the PREFIX_WINDOW oldest
-    requests.
+    """Serves the most cached tokens first (SGLang's LPM), within windows of PREFIX_WINDOW requests that
+    follow each other in rank.
 
     Requests that have waited `ageing_s` go before all others of their window, in order of arrival, so none
-    starves; with 0 some may starve. Beyond FCFS, candidates() costs the sort of each window it reaches and at
-    most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. In a window, the oldest look-ups
-    are renewed first.
+    starves; with 0 some may starve. Beyond FCFS, a walk of candidates() costs the sort of each window it
+    reaches and at most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. In a window, the
+    oldest look-ups are renewed first.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -302,29 +302,30 @@ class _Account:
         self.tenant = tenant
         self.number = number
         self.counter = 0.0
-        """Weighted tokens that the tenant was charged, divided by the tenant's weight; lifted when the tenant
-        begins to wait (see FairQueue)."""
+        """Weighted tokens that the tenant was charged, divided by the tenant's weight; may be lifted when
+        the tenant begins to wait (see FairQueue)."""
         self.queue = RankedRequests()
         self.in_heap = False
 
 
 class FairQueue(QueuePolicy):
-    """Virtual Token Counter (arXiv 2401.00588, algorithm 2): the tenant with the least service is next.
+    """Virtual Token Counter (arXiv 2401.00588, algorithm 2): the tenant with the least counter is next.
 
-    Service is uncached prompt tokens + OUTPUT_WEIGHT * output tokens, divided by the tenant's weight. A
-    prompt is charged whole at its first admission, so that one step cannot admit only one tenant's requests.
-    Recomputation after a preemption is not charged. Within a tenant, requests go in order of arrival. When a
-    tenant begins to wait, its counter is lifted to the least counter of the waiting tenants; if none waits,
-    to that of the tenant that left the queue last. So an idle tenant saves up no credit.
+    Service is uncached prompt tokens + OUTPUT_WEIGHT * output tokens; a tenant's counter adds up its service
+    divided by its weight. All uncached tokens of a prompt are charged at its first admission, so they count
+    for further admissions in the same step. Recomputation after a preemption is not charged, nor are the
+    engine's own requests. Within a tenant, requests go in order of arrival. When a tenant begins to wait, its
+    counter is lifted to at least the least counter of the waiting tenants; if none waits, to at least that of
+    the tenant that left the queue last. So an idle tenant saves up no credit.
 
     Bound (section 4 of the paper): between two tenants that have requests waiting all the time and no limit
     of running ones, service differs by at most 2 * max(longest prompt, OUTPUT_WEIGHT * M), with M the most
     tokens of a running batch. With weights, service / weight differs by that over the smaller weight.
 
-    push, remove and the next candidate: O(log tenants + log n) amortised. Counters only grow, so a heap of
-    tenants with counters as they were pushed needs repair only at its top. Of the tenants without waiting
-    requests, the MAX_IDLE_TENANTS most recently used keep their counters. A tenant whose counter is dropped
-    loses its debt, as would a tenant under a new name.
+    push, remove and the next candidate: O(log tenants) amortised, besides the cost of RankedRequests.
+    Counters only grow, so a heap of tenants with counters as they were pushed needs repair only at its top.
+    Of the tenants without waiting requests, the MAX_IDLE_TENANTS most recently used keep their counters. A
+    tenant whose counter is dropped loses its debt, as would a tenant under a new name.
     """
 
     def __init__(self, may_run: Callable[[Request], bool], weight: Callable[[str], float]) -> None:
@@ -355,7 +356,8 @@ class FairQueue(QueuePolicy):
                 heapq.heappush(self._by_counter, entry)
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Counts the tenant's own requests and about as many of each other tenant; tokens in proportion."""
+        """Counts the tenant's own requests and about as many of each other waiting tenant; tokens in
+        proportion."""
         account = self._waiting.get(request.scheduling.tenant)
         num_own = 0 if account is None else len(account.queue)
         num_others = len(self._waiting) - (account is not None)
@@ -389,8 +391,8 @@ class FairQueue(QueuePolicy):
         return account
 
     def _least(self) -> _Account | None:
-        """Returns the waiting tenant with the least counter, whose entry is at the top of the heap; None:
-        none waits."""
+        """Returns the account with the least counter among the waiting tenants whose entries are in the heap;
+        its entry is then at the top. None: there is none."""
         heap = self._by_counter
         while heap:
             counter, number, account = heap[0]

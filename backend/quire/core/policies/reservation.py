@@ -12,11 +12,11 @@ from quire.config import SchedulerConfig
 from quire.core.request import FinishReason, Request
 
 BlocksFor = Callable[[Request, int], int]
-"""Returns the number of blocks that one sequence of a request still needs to hold a number of tokens. For a
-waiting request, that is all of its blocks."""
+"""Returns the number of blocks that one sequence of a request still needs to hold a number of tokens. A
+waiting request holds none, so all blocks for these tokens count."""
 
 WINDOW = 1000
-"""predicted: number of ended requests whose output lengths are kept."""
+"""predicted: number of the latest output lengths that are kept."""
 MIN_HISTORY = 32
 """Least number of finished requests from which mode `predicted` learns; with fewer, it expects the longest
 possible output of each request."""
@@ -68,8 +68,8 @@ class Reservation(ABC):
         self._begin(requests)
 
     def try_admit(self, candidate: Request, num_saved_blocks: int = 0) -> bool:
-        """Returns whether the candidate fits beside the running requests and those admitted since begin(). If
-        so, it counts as admitted.
+        """Returns whether the candidate may be admitted, beside the running requests and those admitted since
+        begin(). If so, it counts as admitted.
 
         Args:
             num_saved_blocks: number of its blocks that it would share with requests or pins that hold them.
@@ -92,8 +92,8 @@ class Reservation(ABC):
         """Admits the candidate if it fits or is `alone`; returns whether it did."""
 
     def _needed(self, request: Request, num_tokens: int) -> int:
-        """Returns the number of blocks still needed for `num_tokens` tokens in each of the request's
-        sequences."""
+        """Returns the number of blocks that all sequences of the request together still need, for
+        `num_tokens` tokens each."""
         slots = num_tokens if num_tokens < self._max_slots else self._max_slots
         needed = self._blocks_for(request, slots)
         if request.num_sequences > 1:
@@ -102,15 +102,16 @@ class Reservation(ABC):
         return needed
 
     def _needed_now(self, request: Request) -> int:
-        """Returns the number of blocks still needed for the request's known tokens and one more, in each of
-        its sequences."""
+        """Returns the number of blocks that all sequences of the request together still need, for its known
+        tokens and one more each."""
         num_tokens = len(request.token_ids)
         if num_tokens < request.plain_decode_until and request.num_sequences == 1:
             return 0  # as of nearly all running requests, which are asked in every step with a queue
         return self._needed(request, num_tokens + 1)
 
     def _most_tokens(self, request: Request) -> int:
-        """Returns the most tokens of the request that are ever in the cache."""
+        """Returns the most tokens that one sequence of the request has in the cache, with the longest output
+        that its limits allow."""
         return request.num_prompt_tokens + request.max_output_tokens(self._max_model_len) - 1
 
 
@@ -133,8 +134,8 @@ class OnDemand(Reservation):
 
 
 class NoEvict(Reservation):
-    """Requires room for each request's longest output, so that none is preempted for memory. The exception is
-    a request admitted while nothing ran: its own choices may preempt each other."""
+    """Requires room for each request's longest output, so that usually none is preempted for memory. An
+    exception is a request admitted while nothing ran: its own choices may preempt each other."""
 
     def _begin(self, running: list[Request]) -> None:
         self._available = self._num_free
@@ -153,15 +154,16 @@ class Predicted(Reservation):
     """The past-future scheduler of LightLLM: the expected peak of memory stays within the pool.
 
     The expected output of a request with g output tokens is the mean of those among the WINDOW latest outputs
-    that are longer than g. If there is none, it is 2 * g. It never exceeds the request's limit, and with
-    fewer than MIN_HISTORY outputs it is that limit. The model lets all running requests grow by a token per
-    step and free their blocks at their end. The times to the ends are rounded up to a grid with about four
-    points per octave. So memory peaks at points of the grid, and a table of the free blocks at each point
-    suffices: begin is O(running * log WINDOW + WINDOW), try_admit O(log max_model_len).
+    that are longer than g. If there is none, it is 2 * g. It is at least g + 1 and at most the request's
+    limit; with fewer than MIN_HISTORY outputs it is that limit. The model lets all running requests grow by a
+    token per step and free their blocks at their end. The times to the ends are rounded up to a grid with
+    about four points per octave. So memory peaks at points of the grid, and a table of the free blocks at
+    each point suffices: begin is O(running * log WINDOW + WINDOW), try_admit O(log max_model_len).
 
     Limits of the model: growth between two points is linear; an ending request frees the blocks of all its
-    tokens, even shared ones; prefill takes no time. Aborted and pooled requests are left out of the history.
-    After few ends the history is biased to short outputs; MIN_HISTORY makes this bias small, not zero.
+    tokens, even shared ones; prefill takes no time. The history has no pooled requests, and none that
+    were ended from outside. After few ends it is biased to short outputs; MIN_HISTORY makes this bias small,
+    not zero.
     """
 
     def __init__(self, max_model_len: int, num_groups: int) -> None:
@@ -237,8 +239,8 @@ class Predicted(Reservation):
         return True
 
     def _future(self, request: Request, now: int) -> tuple[int, float]:
-        """Returns the index of the grid point at which the request ends, and the number of blocks by which it
-        grows per step until then.
+        """Returns the index of the grid point at which the request is expected to end, and the number of
+        blocks by which it grows per step until then.
 
         Args:
             now: number of blocks that it lacks for its known tokens and one more.

@@ -12,7 +12,8 @@ from quire.errors import UnavailableError
 
 DEFAULT_TENANT = "*"
 MAX_IDLE_TENANTS = 10_000
-"""Number of unnamed tenants without requests whose quota is kept."""
+"""Most tenants whose quotas are kept while they have no requests, without those that the configuration
+names."""
 
 
 UNLIMITED = TenantLimits()
@@ -42,10 +43,10 @@ class Tenants:
     One with a full bucket may be dropped at any time. Beyond MAX_IDLE_TENANTS tenants without requests, the
     least recently used is dropped. It returns with a full bucket, as a newly invented name would.
 
-    All methods are O(1). The scheduler calls check_arrival for each request that does not come from a dead
-    engine, and on_arrival for each that is queued; on_admitted when it begins to run and on_left when it
-    stops running; on_waiting when it returns to the queue or is a new choice, and on_not_waiting when it ends
-    in the queue; on_tokens for its output tokens.
+    All methods are O(1). The scheduler calls check_arrival before it queues a request that does not come from
+    a dead engine, and on_arrival for each that is queued; on_admitted when it begins to run and on_left when
+    it stops running; on_waiting when it returns to the queue or is a new choice, and on_not_waiting when it
+    ends in the queue; on_tokens for its output tokens.
 
     Args:
         named: the configuration key `tenants`.
@@ -98,7 +99,7 @@ class Tenants:
                 )
 
     def may_run(self, request: Request) -> bool:
-        """Returns whether the tenant may have one more request running."""
+        """Returns whether the limit of running requests of the request's tenant lets this one run, too."""
         limits = self._limits_of(request)
         if limits.max_running is None:
             return True
@@ -118,7 +119,7 @@ class Tenants:
         self._count(request, -1, 0)
 
     def on_waiting(self, request: Request) -> None:
-        """Records that a preempted request is in the queue again, or that a new choice is to wait or run."""
+        """Records that a request that ran is in the queue again, or that a new choice is to wait or run."""
         self._count(request, 0, 1)
 
     def on_not_waiting(self, request: Request) -> None:
@@ -126,7 +127,7 @@ class Tenants:
         self._count(request, 0, -1)
 
     def on_tokens(self, request: Request, num_tokens: int, now: float) -> None:
-        """Charges tokens to the request's tenant, even if the request has just left."""
+        """Charges tokens to the request's tenant if it has a quota, even if the request has just left."""
         tenant = request.scheduling.tenant
         limits = self._limits_of(request)
         if limits.tokens_per_minute is None:
