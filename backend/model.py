@@ -1,7 +1,7 @@
-"""The file Triton loads for `backend: "quire"`; everything else lives in the `quire` package.
+"""The file that Triton loads for `backend: "quire"`; the frontend itself is in the package `quire.triton`.
 
-Triton imports this module as plain `model`, in the stub of every instance and once more in a short-lived
-interpreter before each load. It works from a checkout (or a link to one), from a folder written by
+Triton imports this module as plain `model`: in the stub of each instance, and usually in a short-lived
+interpreter before a load. It works from a checkout (or a link to one), from a folder written by
 `quire backend install`, and with the packages simply installed in the stub's environment.
 """
 

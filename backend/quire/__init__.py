@@ -1,7 +1,7 @@
 """Quire: an LLM generation backend for NVIDIA Triton Inference Server.
 
-The package imports nothing heavy by itself: Triton loads a backend in a short-lived second interpreter
-before every model load, and `import quire` must cost milliseconds there.
+The package imports nothing heavy by itself: Triton usually loads a backend in a short-lived second
+interpreter before it loads a model, and `import quire` must cost milliseconds there.
 """
 
 from __future__ import annotations

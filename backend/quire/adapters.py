@@ -16,25 +16,27 @@ import numpy.typing as npt
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """An adapter that requests may name; a new content under the same name is another object."""
+    """A LoRA adapter and the name that requests use for it. New content under the same name is another
+    object."""
 
     name: str
     path: str
-    """Path of the adapter's directory; if several have this content, the one that was loaded last."""
+    """Path of the adapter's directory; the latest one, if the same content was loaded under this name from
+    several."""
     rank: int
     """Largest rank among the adapter's layers."""
     digest: bytes
-    """Digest of the weights as they are computed with."""
+    """Digest of the weights in the form in which steps compute with them."""
     number: int
     """Number that no other adapter of the engine has or had."""
     num_hits: int = 0
-    """Number of requests, since the adapter was loaded, that found it in a slot when they began."""
+    """Number of requests that found the adapter in a slot when they first began to run."""
     num_loads: int = 0
-    """Number of times that the adapter was loaded into a slot."""
+    """Number of times that the adapter was given a slot, into which its weights are then loaded."""
 
 
 class AdapterTarget(NamedTuple):
-    """A product that adapters may change: one part of a linear layer."""
+    """A matrix product that adapters may change: that of a linear layer, or of one part if it has several."""
 
     name: str
     """Name of the part in the model, such as "layers.0.self_attn.q_proj"."""
@@ -55,7 +57,7 @@ class AdapterWeights:
 
 
 class AdapterLoad(NamedTuple):
-    """A load of an adapter into a slot, which replaces the adapter there."""
+    """A load of an adapter's weights into a slot, in place of any that are there."""
 
     slot: int
     weights: AdapterWeights
@@ -68,20 +70,20 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     path: str
     rank: int
     digest: str
-    """Hexadecimal digest, equal for equal weights, whatever their names."""
+    """Hexadecimal digest of the weights (`Adapter.digest`)."""
     slot: int
     """Slot that holds the adapter; -1: none does."""
     num_running: int
-    """Number of running requests with the adapter."""
+    """Number of running requests with the adapter. Each choice or beam that has forked counts as one."""
     num_waiting: int
     num_hits: int
-    """Number of requests that found the adapter in a slot when they began."""
+    """Number of requests that found the adapter in a slot when they first began to run."""
     num_loads: int
-    """Number of times that the adapter was loaded into a slot."""
+    """Number of times that the adapter was given a slot, into which its weights are then loaded."""
 
 
 class SavedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that the next engine must load again."""
+    """An adapter as an engine saves it, so that the engine that replaces it can load the adapter again."""
 
     path: str
     digest: str

@@ -1,5 +1,5 @@
-"""The command `quire`. Subcommands listed in `_COMMANDS` have modules of their own, each imported only when
-its subcommand is used; the small ones, `completion` and `backend install`, are here."""
+"""The command `quire`. The subcommands in `_COMMANDS` are in other modules, which are not imported before
+they are needed; the small ones, `completion` and `backend install`, are here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A click group that lists the commands in `_COMMANDS` and their help texts without importing them."""
+    """A click group whose help lists the commands in `_COMMANDS`, each with a short text, without importing
+    them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_COMMANDS})
@@ -60,7 +61,7 @@ def main() -> None:
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion of this command for a shell; in bash: eval "$(quire completion bash)"."""
+    """Print the script by which a shell completes `quire`; in bash: eval "$(quire completion bash)"."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(main, {}, "quire", "_QUIRE_COMPLETE").source())
@@ -68,13 +69,13 @@ def completion(shell: str) -> None:
 
 @main.group()
 def backend() -> None:
-    """Prepare the backend for another tritonserver."""
+    """Prepare the backend for a tritonserver that `quire serve` does not start."""
 
 
 @backend.command()
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="For example backends/quire.")
 def install(out: str) -> None:
-    """Copy model.py and the packages it needs into one folder."""
+    """Copy model.py and the packages of Quire that it needs into one folder."""
     from pathlib import Path
 
     from quire.errors import QuireError

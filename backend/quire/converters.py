@@ -80,7 +80,7 @@ def one_of(*words: str) -> Callable[[str, Any], str]:
 
 
 def unless_none(kind: Any) -> Any:
-    """Returns the annotation of an optional value without its None, and any other annotation unchanged."""
+    """Returns the X of an annotation `X | None`; any other annotation is returned unchanged."""
     return get_args(kind)[0] if NoneType in get_args(kind) else kind
 
 
@@ -97,8 +97,8 @@ def converter(kind: Any) -> Callable[[str, Any], Any]:
 
 
 def has_surrogates(text: str) -> bool:
-    """Returns whether a text holds an unpaired surrogate, which has no UTF-8 form but which JSON can
-    spell."""
+    """Returns whether a text holds a surrogate, a code point without a UTF-8 form. JSON can spell an unpaired
+    one."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -21,9 +21,9 @@ class AdapterSlots:
     """Assigns adapters to the runner's slots. A request with an adapter runs only while the adapter has a
     slot; it holds the slot until it stops running.
 
-    Waiting requests ask in the order of the queue. If a request's adapter has no slot, it is promised the
-    slot with the fewest holders among those not promised yet. Requests behind it may not begin with the
-    adapter in that slot, so its holders become fewer; only a beam may still join running beams of its search.
+    Waiting requests ask in the order of the queue. An adapter without a slot is promised the slot with the
+    fewest holders among those not promised yet. Requests behind it may not begin with the adapter in that
+    slot, so its holders become fewer; only choices and beams of running requests may still join them.
     Requests that need no slot, or another slot, go on being admitted. Among slots without holders, the least
     recently used one is reused.
 
@@ -130,7 +130,7 @@ class AdapterSlots:
         return sum(slot.num_holders > 0 for slot in self._slots)
 
     def take_loads(self) -> list[AdapterLoad]:
-        """Returns the adapters that the next step must load into slots, and clears the list."""
+        """Returns the loads of adapters that the next step must carry out, and clears the list."""
         loads, self._loads = self._loads, []
         return loads
 
@@ -139,7 +139,7 @@ class AdapterSlots:
         self._loads = loads + self._loads
 
     def forget(self, adapter: Adapter) -> None:
-        """Frees the slot of an unloaded adapter; no request may hold it."""
+        """Frees an adapter's slot, if it has one; no request may hold it."""
         slot = self._slot_of.pop(adapter, None)
         if slot is not None:
             assert not self._slots[slot].num_holders, adapter

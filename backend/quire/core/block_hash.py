@@ -1,5 +1,6 @@
-"""Block hashes: the keys by which blocks of KV cache are found. A hash stands for the block's tokens, all
-tokens before them, their images and `position_ids`, and the request's cache salt and adapter."""
+"""Block hashes: the keys by which blocks of KV cache are found. A hash stands for the block's tokens and all
+tokens before them, the embeddings and `position_ids` that came with them, and the request's cache salt and
+adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def group_key(content_hash: bytes, group: int) -> bytes:
 
 def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None:
     """Returns the extra keys, for KV events, of the block with tokens [begin, end). None: the request has no
-    cache salt and no `position_ids`, and no image lies in the block.
+    cache salt and no `position_ids`, and no embeddings (such as an image's) for the block.
 
     A cache salt appears only as a hash, so that readers of the events cannot use the salt.
     """

@@ -68,7 +68,7 @@ class BlockPool:
         evicts.
 
         Returns:
-            The block ids in the order of eviction; None: fewer are available, and nothing is allocated.
+            The block ids, in the order of `free_list`; None: fewer are available, and nothing is allocated.
         """
         if count > self.num_available:
             return None
@@ -148,8 +148,8 @@ class BlockPool:
         Args:
             retention: priority in [0, 100]; blocks with a higher one are evicted later. If content is kept
                 again while its block has a reference, the higher priority applies.
-            ttl_s: seconds without references after which the content is forgotten; None: never. Content that
-                can be found already keeps its time.
+            ttl_s: seconds without references after which the content is forgotten; None: no limit. Content
+                that can be found already keeps its time.
 
         Returns:
             Whether the block became findable by this call.

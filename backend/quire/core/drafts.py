@@ -1,15 +1,16 @@
 """Drafts: guesses at the next tokens, and how many of them a step verifies.
 
-A row computes its newest token, followed by drafts as if they were known. The token sampled after each of
-them is the one that would be sampled there anyway, since sampling is a function of seed and position. Drafts
-are accepted up to the first that differs from the sampled token, so the output is the same as without drafts.
-(Leviathan et al. 2023, arXiv 2211.17192, preserve the distribution only.)
+A request's row computes the newest token, followed by drafts as if they were known. The token sampled after
+each of them is the one that would be sampled there anyway, since sampling is a function of seed and position.
+Drafts are accepted up to the first that differs from the sampled token. So the output is the same as without
+drafts, except for rounding that depends on the batch. (Leviathan et al. 2023, arXiv 2211.17192, preserve the
+distribution only.)
 
-The guess is prompt lookup, as in Yang et al. 2023, arXiv 2304.04487: what followed an earlier occurrence of
-the newest tokens is expected to follow again. The occurrence is searched in the request itself, then in the
-tenant's latest outputs. Prompt lookup needs no model, and its accuracy is known at no cost, even in steps
-that did not verify its guess. A draft model, if there is one, guesses in the runner when prompt lookup finds
-nothing or is less often right.
+By default prompt lookup guesses, as in Yang et al. 2023, arXiv 2304.04487: what followed the latest earlier
+occurrence of the newest tokens is expected to follow again. Prompt lookup searches the request itself, then the
+tenant's latest outputs. It needs no model, and its accuracy is known at no cost, even in steps that did not
+verify its guess. A draft model, if there is one, guesses in the runner when prompt lookup finds nothing or is
+less often right.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _KEPT = 8192
 about 2 MB."""
 _MOST_TENANTS = 32
 _WORTH_WAITING = 0.6
-"""Acceptance probability from which a request with a row of drafts in every other step is expected to yield
-more than one token per step."""
+"""Least probability that a draft is right for which a request may wait for its newest tokens. The request
+then has a row in every other step; with three such drafts, that row is expected to yield more than two
+tokens."""
 _MOST_BASE = 1e6
 _MARGIN = 1.15
 """Factor by which a draft's expected gain must exceed its cost, since its probability is an estimate."""
@@ -49,7 +51,8 @@ _HOPED = 0.7
 """Assumed accuracy of a draft model before its first guess is verified, and least one when it is tried again:
 high enough to wait for a guess."""
 _RETRY = 64
-"""Number of tokens after which a draft model that was not worth its cost is tried again."""
+"""Number of tokens without a verified guess of the draft model after which the draft model is tried again,
+unless prompt lookup guesses."""
 
 
 class RecentOutputs:
@@ -143,11 +146,11 @@ class Drafter:
         self._key = 0
         """Key of the newest gram."""
         self._keys, self._followers = array("q"), array("q")
-        """Keys of all grams in the tokens of the first `see`, in ascending order, and the index of the token
-        after each gram. A dictionary would need ten times the memory."""
+        """Keys of all grams that a token follows in the tokens of the first `see`, in ascending order, and
+        the index of the token after each gram. A dictionary would need ten times the memory."""
         self._after: dict[int, int] = {}
-        """Index of the token after the latest occurrence of each gram that later calls of `see` read, by the
-        gram's key."""
+        """Index of the token after the latest occurrence of a gram, by the gram's key, for grams whose next
+        token came with a later call of `see`."""
 
     @property
     def chance(self) -> float:
@@ -160,8 +163,8 @@ class Drafter:
         self._chances[self._is_recent] = value
 
     def see(self, token_ids: Sequence[int]) -> None:
-        """Reads all tokens so far, prompt and output. Rates the latest guess of prompt lookup by them and
-        makes the next."""
+        """Reads the new ones of all tokens so far, prompt and output. Rates the latest guess of prompt lookup
+        by them, if there is one, and makes the next."""
         begin, end = self._num_seen, len(token_ids)
         self._num_seen = end
         if not begin:
@@ -232,7 +235,7 @@ def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
 
 class StepCost:
     """Estimates the seconds of a step without prefill as a linear function of its number of tokens, fitted to
-    the latest such steps."""
+    such steps; the latest count most."""
 
     _FORGET = 0.98
     _TRUST = 0.1
@@ -243,10 +246,10 @@ class StepCost:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._square = self._product = 0.0
         self._base = 16.0
-        """Number of tokens that cost as much as a step's fixed part: a guess until steps of several sizes
-        were measured."""
+        """Number of tokens that cost as much as a step's fixed part: a guess until steps of sufficiently
+        different sizes were measured."""
         self.is_known = False
-        """Whether steps of several sizes were measured."""
+        """Whether steps of sufficiently different sizes were measured."""
         self._was_held_up = False
 
     def add(self, num_tokens: int, seconds: float) -> None:
@@ -271,8 +274,8 @@ class StepCost:
         return max(self._square / self._weight - mean * mean, 0.0)
 
     def line(self) -> tuple[float, float]:
-        """Returns the seconds of a step's fixed part and of each of its tokens; (0, 0) before the first
-        step."""
+        """Returns the estimated seconds of a step's fixed part and of each of its tokens; (0, 0) before the
+        first step."""
         if not self._weight:
             return 0.0, 0.0
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
@@ -288,7 +291,7 @@ class DraftBudget:
     them, and now and then one that seems too expensive, to learn whether its cost has changed.
 
     A draft costs as much as one more token in the step. It yields a token only if it and all drafts before it
-    are right. So a step with few rows verifies many drafts, and one with many rows few or none.
+    are right. So a step with few rows tends to verify many drafts, and one with many rows few or none.
     """
 
     def __init__(self) -> None:
@@ -296,7 +299,7 @@ class DraftBudget:
         self._seconds = self._slope = 0.0
         self._expected = 0.0
         self._most = 0
-        """Most drafts of a row; 1 until their cost is known."""
+        """Most drafts of a row: 1 until their cost is known, then practically unlimited."""
         self._num_steps = 0
 
     def begin(self, num_rows: int) -> None:
@@ -309,8 +312,8 @@ class DraftBudget:
         self._num_steps += 1
 
     def is_worth_waiting(self, drafter: Drafter) -> bool:
-        """Returns whether a request gains by waiting for its newest tokens before its next row, although the
-        row could run without them."""
+        """Returns whether a request is expected to gain by waiting for its newest tokens before its next row,
+        although the row could run without them."""
         chance, most = drafter.next()
         return most > 0 and chance >= _WORTH_WAITING and chance * self._seconds > self._slope * self._expected
 

@@ -1,4 +1,4 @@
-"""KVCacheManager: maps each request to the blocks that hold its keys and values."""
+"""KVCacheManager: maps each request to the blocks that hold its keys and values, and its states."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class KVCacheManager:
     Token i of a request lies, for the layers of group g, in block `block_ids(request)[g][i // block_size]` at
     offset `i % block_size`. With prefix caching, requests with the same first tokens, images, positions,
     cache salt and adapter can share the full blocks of that prefix. A full block is found by the hash of its
-    content and of all that precedes it; while it can be found, it is not written. A table only grows while it
-    exists, and its older entries change only to NULL_BLOCK, so the runner only needs the appended entries. A
-    table has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence are unused. In
-    a group with a window, blocks wholly before the window are freed.
+    content and of all that precedes it; while it can be found, only the step that fills it writes to it. A
+    table only grows while it exists, and its older entries change only to NULL_BLOCK, so the runner only
+    needs the appended entries. A table has no more blocks than its tokens need: at most `block_size - 1`
+    slots of a sequence are unused. In a group with a window, blocks wholly before the window are freed.
 
     In a group of states a request holds one block, the last of its table, with the state after its computed
     tokens. The table's other blocks are NULL_BLOCK. Rows write the state in place, and its block moves to the
@@ -42,7 +42,8 @@ class KVCacheManager:
         groups: layers that need the same past, groups of states last; see `quire.models.kv_groups`.
         enable_prefix_caching: whether blocks can be found by their content.
         cache_ttl_s, max_pinned_fraction: as in CacheConfig.
-        max_step_tokens: most tokens of one request in a step; bounds what a group with a window needs.
+        max_step_tokens: most tokens of one request in a step, drafts aside; bounds what a group with a window
+            needs.
         events: learns which blocks of group 0 can be found, and which no longer; None: no events.
     """
 
@@ -62,7 +63,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cached_tokens = 0
         """Number of tokens since start that were found cached at the first admission of a request, in the
-        pool or in a KV tier. If blocks cannot be loaded, the tokens of that request do not count."""
+        pool or in a KV tier. If blocks of a request cannot be loaded, its tokens are subtracted again, unless
+        it has ended."""
         self.num_queried_tokens = 0
         """Number of tokens since start that requests had at their first admission, without the engine's own
         requests."""
@@ -134,7 +136,8 @@ class KVCacheManager:
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Returns how many blocks must be appended so that `num_tokens` tokens of the request have slots.
 
-        A group with a window counts the most blocks that the request can hold at one time.
+        For a group with a window, and for states that will leave their blocks, the most blocks count that
+        the request can hold at one time.
         """
         if self._is_uniform:
             missing = -(-num_tokens // self.block_size)
@@ -246,7 +249,7 @@ class KVCacheManager:
         return copies
 
     def align_row(self, request: Request, num_new_tokens: int) -> int:
-        """Returns a smaller number of new tokens if the row would otherwise pass a block boundary where a
+        """Returns `num_new_tokens`, or a smaller number if the row would pass a block boundary where a
         snapshot of the request's states is useful. The row then ends at the last boundary that is in it and
         before the request's last known token."""
         if not self.num_state_groups or not self.enable_prefix_caching:
@@ -315,8 +318,8 @@ class KVCacheManager:
         return filled
 
     def cache_blocks(self, request: Request, *, is_over: bool = False) -> Sequence[tuple[bytes, int]]:
-        """Makes the request's full blocks findable by other requests, if all their tokens are known. Tokens
-        planned for the current step count as computed.
+        """Makes the request's full blocks and snapshots findable by other requests, if all their tokens are
+        known. Tokens planned for the current step count as computed.
 
         Args:
             is_over: whether the request computes nothing more, so that its states no longer change.
@@ -345,7 +348,8 @@ class KVCacheManager:
     def _offer(
         self, request: Request, group: int, blocks: Iterable[tuple[int, int]]
     ) -> list[tuple[bytes, int]]:
-        """Makes blocks of the request findable, given as (position in the table of a group, block id).
+        """Makes blocks of the request findable, given as (position in the table of a group, block id), unless
+        other blocks with their content can be found already.
 
         Returns:
             (key, block id) of each that is not NULL_BLOCK.
@@ -372,10 +376,10 @@ class KVCacheManager:
         return offered
 
     def uncache_from(self, request: Request, num_tokens: int) -> None:
-        """Makes each block of the request unfindable that its first `num_tokens` tokens do not fill, because
-        later tokens were not computed.
+        """Makes those blocks of the request unfindable that its first `num_tokens` tokens do not fill,
+        because later tokens were not computed.
 
-        Other requests may already hold them.
+        Other requests may already hold these blocks.
         """
         table = request.table
         if table is None or not self.enable_prefix_caching:
@@ -436,8 +440,9 @@ class KVCacheManager:
         return [list(blocks) for blocks in table.blocks] if table else [[] for _ in self.groups]
 
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
-        """Pins full blocks of the request's first `num_tokens` tokens under `name`, in place of that pin's
-        old blocks, until `deadline` or, if that is later, the pin's old deadline.
+        """Pins full blocks of the request's first `num_tokens` tokens under `name`, in place of the blocks
+        that this pin had, until `deadline` or the pin's old deadline, whichever is later. If there is nothing
+        to pin, the pin ends.
 
         `max_pinned_fraction` limits the number of blocks; the first ones are pinned. With groups of states,
         the prefix up to its newest snapshot that can be found is pinned, with that snapshot.

@@ -1,9 +1,10 @@
 """KV events: tell routers which blocks can be found in this engine's cache.
 
-The layout is vLLM's: msgspec structs written as msgpack arrays with a tag, in the field order below. vLLM's
-newest versions write events as maps. Subscribers (Dynamo, llm-d) read arrays too, and their older versions
-read arrays only. Dynamo accepts block hashes only as 64-bit integers. llm-d accepts integers, or bytes, of
-which it uses the last eight, big endian. So the events carry those eight bytes as an unsigned integer.
+The layout is vLLM's: msgspec structs written as msgpack arrays in the field order below, events with a tag.
+vLLM's newest versions write events as maps. Subscribers (Dynamo, llm-d) read arrays too, and their older
+versions read arrays only. Dynamo accepts block hashes only as 64-bit integers. llm-d accepts integers, or
+bytes, of which it uses the last eight, big endian. So the events carry those eight bytes as an unsigned
+integer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ MEDIUM_POOL = "GPU"
 needed."""
 
 ExtraKeys = tuple[str, ...]
-"""Keys that identify a block beside its tokens, hexadecimal: a hash of the cache salt, and
-`PromptEmbeds.key_of` of its images and positions."""
+"""Keys that identify a block beside its tokens and adapter, hexadecimal: a hash of the cache salt,
+`PromptEmbeds.key_of` of its images and positions, or both."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
@@ -57,7 +58,7 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     """The KV events since the previous batch, in order."""
 
     ts: float
-    """Seconds since the epoch."""
+    """When the batch was made, in seconds since the epoch."""
     events: list[KVEvent]
     data_parallel_rank: int = 0
     """Field of vLLM's layout, always 0: each engine here is its own data-parallel group."""
@@ -70,8 +71,8 @@ def external_hash(content_hash: bytes) -> int:
 
 class KVEventCollector:
     """Collects the events of blocks stored and removed until `pop_batch` returns them, or `all_cleared` drops
-    them. A removed block joins the latest event if that removes blocks. A stored block joins it if the last
-    block that it stores is the parent.
+    them. A removed block joins the latest event if that is a BlockRemoved. A stored block joins it if it is a
+    BlockStored whose last block is the new block's parent.
 
     The first batch begins with AllBlocksCleared, so that subscribers forget the blocks of an earlier engine
     at the same address.
