@@ -86,6 +86,13 @@ def test_capacity() -> None:
     assert [kv.num_missing_blocks(request, count) for count in (1, 16, 17, 25)] == [0, 0, 1, 2]
 
 
+def test_capacity_with_windows_alone() -> None:
+    """A small window leaves most of the pool to a large one."""
+    groups = KVGroup(16, (0,)), KVGroup(1600, (1,))
+    kv = KVCacheManager(num_blocks=50, block_size=16, groups=groups, max_step_tokens=16)
+    assert kv.num_blocks_for(752) <= 50 < kv.num_blocks_for(753) and kv.capacity == 752
+
+
 def test_check_integrity_sees_a_leak_and_a_short_table() -> None:
     kv = KVCacheManager(num_blocks=4, block_size=4)
     request = make_request("a", 6)

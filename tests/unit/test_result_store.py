@@ -99,6 +99,7 @@ def test_entries_are_there_for_all_for_their_time(
     RedisStore(server[0], 6000.0, 1000).put(KEY, b"value")
     assert wait_until(lambda: store.get(KEY)) == b"value" and store.get(OTHER) is None
     assert 5_000_000 < client.pttl(f"quire:result:{KEY.hex()}") <= 6_000_000
+    assert RedisStore(server[0], 0.0001, 1000)._ttl_ms == 1, "0 is without an end"
     store.put(OTHER, bytes(1001))
     store.put(KEY, b"later")  # behind it in the queue
     wait_until(lambda: store.get(KEY) == b"later")

@@ -7,10 +7,10 @@ drafts, except for rounding that depends on the batch. (Leviathan et al. 2023, a
 distribution only.)
 
 By default prompt lookup guesses, as in Yang et al. 2023, arXiv 2304.04487: what followed the latest earlier
-occurrence of the newest tokens is expected to follow again. Prompt lookup searches the request itself, then the
-tenant's latest outputs. It needs no model, and its accuracy is known at no cost, even in steps that did not
-verify its guess. A draft model, if there is one, guesses in the runner when prompt lookup finds nothing or is
-less often right.
+occurrence of the newest tokens is expected to follow again. Prompt lookup searches the request itself, then
+the tenant's latest outputs. It needs no model, and its accuracy is known at no cost, even in steps that did
+not verify its guess. A draft model, if there is one, guesses in the runner when prompt lookup finds nothing
+or is less often right.
 """
 
 from __future__ import annotations

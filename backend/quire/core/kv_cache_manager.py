@@ -107,7 +107,7 @@ class KVCacheManager:
         sequence, however long, to the number in the pool."""
         if not self.num_full_groups and self.num_blocks_for(2**62) <= self.num_blocks:
             return 2**62
-        low, high = 0, self.num_blocks // (self.num_full_groups or len(self.groups))
+        low, high = 0, self.num_blocks // max(1, self.num_full_groups)
         while low < high:
             middle = (low + high + 1) // 2
             if self.num_blocks_for(middle * self.block_size) <= self.num_blocks:

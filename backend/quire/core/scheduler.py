@@ -456,8 +456,11 @@ class Scheduler:
             if request.is_finished:
                 self.kv.free(request, self.roster.clock())
             elif not complete:
-                self.kv.num_cached_tokens -= request.num_cached_tokens
-                request.num_cached_tokens = 0
+                if (
+                    not request.num_preemptions and request.index == 0
+                ):  # else they were reused, or not counted
+                    self.kv.num_cached_tokens -= request.num_cached_tokens
+                    request.num_cached_tokens = 0
                 self.roster.requeue(request)
                 request.num_preemptions += 1  # its next admission is not its first
 

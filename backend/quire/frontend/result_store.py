@@ -7,6 +7,7 @@ failure Redis is not asked for PAUSE_S.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -89,7 +90,7 @@ class RedisStore:
             import redis
         except ModuleNotFoundError:
             raise ConfigError("result_cache: url needs redis-py: pip install redis") from None
-        self._ttl_ms, self._max_bytes = int(ttl_s * 1000), max_bytes
+        self._ttl_ms, self._max_bytes = math.ceil(ttl_s * 1000), max_bytes
         timeouts = {"socket_timeout": LOOKUP_S, "socket_connect_timeout": LOOKUP_S}
         try:
             # Two, as a client is for one thread at a time.

@@ -366,8 +366,8 @@ class FairQueue(QueuePolicy):
 
     def on_admitted(self, request: Request) -> None:
         if request.num_preemptions == 0:
-            num_tokens = request.num_prompt_tokens - request.num_cached_tokens
-            self._charge(request, num_tokens)
+            # A request that goes on after an engine's death may find its output in the cache, too.
+            self._charge(request, max(0, request.num_prompt_tokens - request.num_cached_tokens))
 
     def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:
         if num_output:
