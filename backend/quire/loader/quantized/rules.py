@@ -48,8 +48,8 @@ class Rules:
     """Rules in order of precedence: the first that matches a layer gives its format. A layer is not quantised
     if that is None, or if no rule matches."""
     has_kv_scales: bool = False
-    """Whether a checkpoint of compressed-tensors has a `kv_cache_scheme`, which quantises keys and values
-    by scales of its own. False for other methods."""
+    """Whether a checkpoint of compressed-tensors has a `kv_cache_scheme`, for quantised keys and values.
+    False for other methods."""
     values: Values = field(default_factory=dict)
     """Object from config.json that the rules were read from, see QUANTIZATION_KEYS."""
 
@@ -120,8 +120,8 @@ def _block(key: str, value: Any) -> tuple[int, int]:
 
 
 def _ours(name: str) -> str:
-    """Returns a module's name with "model." in place of "backbone.", with which names in Nemotron-H's files
-    begin. Other names are returned as they are."""
+    """Replaces "backbone." by "model." at the beginning of a module's name. Nemotron-H's files have such
+    names; others stay as they are."""
     return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
 
 

@@ -67,7 +67,7 @@ class ForeignScheme:
     """Scheme of layers that the checkpoint does not quantise. Without `keeps_codes`, its quantisation also
     applies to the others, after they are dequantised."""
     keeps_codes: bool = True
-    """Whether quantised weights keep their codes on devices with kernels for these. If not, all weights are
+    """Whether quantised weights keep their codes on devices with kernels for these. False: all weights are
     dequantised."""
     tally: Tally = field(default_factory=Tally, compare=False)
 
