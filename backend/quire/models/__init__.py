@@ -1,2 +1,2 @@
-"""Model families: a config-driven decoder, an encoder, a short file for each family, and transformers' code
-for the rest."""
+"""Model families: a decoder and an encoder that many families share, the families' own files, and
+transformers' code for others."""

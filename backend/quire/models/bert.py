@@ -22,7 +22,8 @@ from quire.models.interface import ForwardInputs
 
 
 class BertLayer(nn.Module):
-    """Layer with a norm after each of its two sums."""
+    """Layer that adds the output of attention to its input and norms the sum, then does the same with the
+    feed-forward part."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -54,8 +55,8 @@ class BertLayer(nn.Module):
 
 
 class BertModel(EncoderModel):
-    """BERT. Tokens of a pair's second text have token type 1, all others 0; a model with one token type has
-    only 0."""
+    """BERT. In a pair, the tokens from the second text's first one on have token type 1. All others have 0. A
+    model with one token type has only 0."""
 
     prefixes = ("bert.",)
     unused = ("pooler.", "cls.", "embeddings.position_ids")

@@ -43,8 +43,8 @@ from quire_kernels.quantized_kv import KVLayer, data_of
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer: attention and a feed-forward part, each with a norm before or after it, or both
-    (`DecoderConfig.norms`). Each output is added to the residual stream."""
+    """Decoder layer: usually attention, then a feed-forward part. `DecoderConfig.norms` says which of them
+    have a norm before or after them. Each output is added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -63,19 +63,19 @@ class DecoderLayer(nn.Module):
                 self.add_module(name, norm)
 
     def make_attention(self, config: DecoderConfig, layer: int) -> nn.Module:
-        """Makes a layer's attention module. It maps [num_tokens, hidden_size] and a LayerContext to
-        [num_tokens, hidden_size]."""
+        """Makes a layer's attention module, or one that takes its place, such as Mamba-2. The module usually
+        maps [num_tokens, hidden_size] and a LayerContext to [num_tokens, hidden_size]."""
         return Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
 
     @property
     def kv_shape(self) -> tuple[int, int] | None:
-        """(number of KV heads, size of a head) in this layer's cache, where it differs from the model's KV
-        spec; it must not need more bytes than the spec. None: the layer uses the spec's shape."""
+        """(number of KV heads, size of a head) in this layer's cache, for families whose layers differ in
+        this. It must not need more bytes than the model's KV spec. None: the layer has the spec's shape."""
         return None
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
-        """Makes a layer's feed-forward module, or its experts. It maps [num_tokens, hidden_size] to the same
-        shape."""
+        """Makes a layer's feed-forward module, which may consist of experts. The module maps [num_tokens,
+        hidden_size] to the same shape."""
         experts = config.experts
         if experts is None or layer not in experts.layers:
             return GatedMLP(config, config.intermediate_size)
@@ -101,8 +101,17 @@ class DecoderLayer(nn.Module):
     def feed_forward(
         self, normed: torch.Tensor, residual: torch.Tensor, context: LayerContext
     ) -> torch.Tensor:
-        """Computes the feed-forward part from the residual stream after attention, with its norm and without.
-        All are [num_tokens, hidden_size]."""
+        """Computes the feed-forward part.
+
+        Args:
+            normed: [num_tokens, hidden_size], the residual stream after attention, normed if the layer has a
+                norm before the feed-forward part.
+            residual: the residual stream itself. Most families do not read it.
+            context: the layer's other inputs.
+
+        Returns:
+            [num_tokens, hidden_size], not yet added to the residual stream.
+        """
         out: torch.Tensor = self.mlp(normed, context.adapters)
         return out
 
@@ -177,11 +186,11 @@ def _add(
 class DecoderModel(nn.Module, Model):
     """Decoder that computes what a DecoderConfig describes.
 
-    A family subclasses this and overrides `parse_config` (and whatever else differs). Weights are
-    uninitialised until the loader has filled all of `weights()`.
+    A family subclasses this and overrides what differs, usually `parse_config`. Weights are uninitialised
+    until the loader has filled all of `weights()`.
 
     Args:
-        config: the checkpoint's configuration.
+        config: the checkpoint's configuration, or a rank's part of it.
         max_model_len: longest sequence served, in tokens. Some rope types depend on it, and on a GPU the size
             of the table of rotations.
         device: device on which the weights are made.
@@ -193,7 +202,7 @@ class DecoderModel(nn.Module, Model):
     here they refuse a file that states less (CheckpointError)."""
     has_layers_behind: bool = False
     """Whether checkpoints may hold extra layers after the last one, for multi-token prediction. The model
-    ignores them; `models/mtp.py` makes a head of the first."""
+    ignores them; `models/mtp.py` can make a draft head of the first."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -237,7 +246,8 @@ class DecoderModel(nn.Module, Model):
                     module.allocate(config.scheme, name)
 
     def make_parts(self, config: DecoderConfig) -> None:
-        """Makes a family's modules other than embeddings, layers, final norm and head."""
+        """Makes a family's additional modules. Embeddings, layers, final norm and head exist already; a
+        family may remove some of them here."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -256,7 +266,8 @@ class DecoderModel(nn.Module, Model):
         return {}
 
     def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
-        """Spec of the KV cache: what each layer with attention keeps of a token.
+        """Returns the spec of the KV cache: what a layer with attention keeps of a token. Some layers differ
+        from it (`DecoderLayer.kv_shape`, `DecoderConfig.kv_layers`).
 
         Args:
             kv_cache_dtype: see `CacheConfig`.
@@ -301,8 +312,8 @@ class DecoderModel(nn.Module, Model):
     def _call_native(
         self, native: NativeDecoder, inputs: ForwardInputs, *, best: bool = False
     ) -> torch.Tensor:
-        """Computes `forward` in one native call. `best`: computes `next_tokens` instead, which needs a
-        decoder that can choose tokens."""
+        """Computes `forward`, with all layers in one native call. `best`: computes `next_tokens` instead,
+        which needs a decoder that can choose tokens."""
         input_ids, positions, rows = inputs.input_ids, inputs.positions, inputs.rows
         scaling, other, adapters = self.config.query_scaling, self.other_rotary, inputs.adapters
         longest = inputs.metas[0].max_seq_len
@@ -336,7 +347,7 @@ class DecoderModel(nn.Module, Model):
         return hidden if inputs.rows is None else hidden[inputs.rows]
 
     def run_layers(self, x: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes all layers from the result `x` of `embed`, and appends the inputs of the layers
+        """Computes all layers from `x`, usually the result of `embed`. Appends the inputs of the layers
         `inputs.taps` to `inputs.tapped`. Returns the last layer's result of `DecoderLayer.forward`."""
         positions, kv_cache, embeds = inputs.positions, inputs.kv_cache, inputs.embeds
         angles = self.rotary(positions)
@@ -370,8 +381,8 @@ class DecoderModel(nn.Module, Model):
         return x, residual
 
     def _with_chunked(self, inputs: ForwardInputs) -> Sequence[AttentionMetadata]:
-        """Returns the metadata of each KV group. If some layers are chunked, the chunked metadata of each
-        group follows."""
+        """Returns the metadata of each KV group. If the configuration has a `chunk_size`, the chunked
+        metadata of each group follows."""
         size = self.config.chunk_size
         if size is None:
             return inputs.metas
@@ -390,7 +401,8 @@ class DecoderModel(nn.Module, Model):
         return self._native is not None
 
     def _layers_of(self, kv_cache: KVLayers) -> list[KVLayer]:
-        """Returns each layer's view of the pool. It returns the same list while the pool stays the same."""
+        """Returns each layer's view of the pool, in the shape of the KV spec. The same list is returned while
+        the pool stays the same."""
         if self._kv_layers is None or self._kv_layers[0] is not kv_cache:
             places = (self._places[index] for index in range(len(self.layers)))
             self._kv_layers = kv_cache, [kv_cache.layer(position) for _, position in places]
@@ -435,7 +447,8 @@ class DecoderModel(nn.Module, Model):
 
     @property
     def _absorbed_bytes(self) -> int:
-        """Bytes of the matrices that latent attention derives from its weights and keeps beside them."""
+        """Bytes of the matrices that latent attention derives from its weights and keeps beside them; 0
+        without latent attention."""
         return sum(module.absorbed_bytes for module in self.modules() if isinstance(module, LatentAttention))
 
     def _fuse(self) -> NativeDecoder | None:
@@ -520,7 +533,8 @@ class DecoderModel(nn.Module, Model):
                 yield Weight(f"{path}.{name}", parameter, part)
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields each module with the prefix of its tensors' names."""
+        """Yields each module with its path in the names of `weights`. A Linear's parts are siblings of its
+        path."""
         for path, module in self.named_modules():
             yield path if path in ("lm_head", "score") else f"model.{path}", module
 
@@ -535,8 +549,8 @@ class DecoderModel(nn.Module, Model):
 
     def _apart(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Reorders the rows of a stored tensor of a query or key projection with `neighbours_apart`. Returns
-        a copy of a tensor without such rows (a single number, a shape). Raises CheckpointError for packed
-        rows that cannot be reordered."""
+        a copy of a tensor without such rows (a single number, a shape). Raises CheckpointError for other
+        tensors, such as rows packed into words."""
         config, count = self.config, tensor.shape[0] if tensor.ndim else 1
         heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
         if name.endswith((".weight", ".bias", ".weight_packed", ".weight_scale")) and (
@@ -551,8 +565,8 @@ class DecoderModel(nn.Module, Model):
         return tensor.clone()
 
     def ignores(self, name: str) -> bool:
-        """See Model. True for the rotary frequencies of old Llama checkpoints, for a head that repeats tied
-        embeddings, and, with `has_layers_behind`, for layers after the last one."""
+        """See Model. True for the rotary frequencies of old Llama checkpoints, for an output head if
+        embeddings are tied, and, with `has_layers_behind`, for tensors of layers after the last one."""
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
         return (
             name.endswith("rotary_emb.inv_freq")

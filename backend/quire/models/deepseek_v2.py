@@ -13,7 +13,8 @@ from quire.models.decoder import DecoderModel
 
 
 class LatentModel(DecoderModel):
-    """Models with latent attention. They ignore layers after the last one, for multi-token prediction."""
+    """Base of models with latent attention. Their checkpoints may hold layers after the last one, for
+    multi-token prediction."""
 
     has_layers_behind = True
 

@@ -15,7 +15,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek V3.2: V3 with sparse attention."""
 
     has_interleaved_indexer = False
-    """See `IndexConfig.interleaved`. No file has to state it."""
+    """Value of `IndexConfig.interleaved`. A file need not state it, and must not contradict it."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -33,7 +33,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @property
     def is_recordable(self) -> bool:
-        """See Model. What the indexer does depends on lengths that the host knows."""
+        """See Model. False, because the indexer's work depends on lengths that the host knows."""
         return False
 
 
@@ -63,8 +63,9 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
 def _shared_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
     """Returns the layers without an indexer: those that `indexer_types` or, without it, `index_topk_pattern`
-    calls shared. Without both, these are all but every `index_topk_freq`th layer from
-    `index_skip_topk_offset` - 1 on. Raises CheckpointError if one of these is wrong."""
+    calls shared. Without both, every `index_topk_freq`th layer from `index_skip_topk_offset` - 1 on has an
+    indexer, and so do all layers before it; the others have none. Raises CheckpointError if a key is wrong or
+    the first layer would have none."""
     types, key = hf.get("indexer_types"), "indexer_types"
     if types is None:
         types, key = hf.get("index_topk_pattern"), "index_topk_pattern"

@@ -13,8 +13,8 @@ from quire.models.qwen2 import upper_windows
 
 
 class Dots1ForCausalLM(DecoderModel):
-    """QK-norm. `attention_bias` applies to all four projections. The layers from `max_window_layers` on have
-    a window, unless `layer_types` says otherwise or `sliding_window` is null. The window's default is
+    """QK-norm. `attention_bias` applies to attention's four projections. The layers from `max_window_layers`
+    on have a window, unless `layer_types` says otherwise or `sliding_window` is null. The window's default is
     4096."""
 
     @classmethod

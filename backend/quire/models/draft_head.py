@@ -14,7 +14,7 @@ from quire_kernels.cpu.decoder import NativeDecoder
 
 
 class PlainLinear(Linear):
-    """Projection into a head, which is never quantised."""
+    """Projection of a draft head's inputs. It is never quantised."""
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
         """See Linear."""
@@ -22,11 +22,12 @@ class PlainLinear(Linear):
 
 
 class DecoderHead(DecoderModel, HeadModel):
-    """Decoder layers that compute the next token from a token and a hidden state. The embedding is the
-    target's, and the output head too unless a family has its own."""
+    """Draft head of decoder layers, which guess the next token from a token and a hidden state. The embedding
+    is the target's, and the output head too unless a family has its own."""
 
     def make_parts(self, config: DecoderConfig) -> None:
-        """See DecoderModel. Drops the embedding and the output head: `share` replaces them."""
+        """See DecoderModel. Drops the embedding and the output head, so that the target's can take their
+        place (`share`)."""
         super().make_parts(config)
         del self.embed_tokens, self.lm_head
 
@@ -43,8 +44,8 @@ class DecoderHead(DecoderModel, HeadModel):
         return self.config.hidden_size
 
     def join(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the first layer's input from tokens' embeddings and hidden states. All are [num_tokens,
-        hidden_size]."""
+        """Computes the first layer's input from tokens' embeddings and hidden states, both [num_tokens,
+        hidden_size]. The result has the same shape, or [num_tokens, 2 * hidden_size] for EAGLE-3."""
         raise NotImplementedError
 
     def guess(self, inputs: ForwardInputs, hidden: torch.Tensor) -> torch.Tensor:

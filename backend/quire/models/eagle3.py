@@ -22,12 +22,12 @@ from quire.models.interface import Model
 from quire.models.llama import LlamaForCausalLM
 
 LEAST_LAYERS = 7
-"""Least number of a target's layers, so that the three that are tapped differ."""
+"""Least number of a target's layers, so that the three whose inputs the head reads are different ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DecoderConfig):
-    """Configuration of a head that chooses among some of the target's tokens."""
+    """Configuration of a head that chooses among some or all of the target's tokens."""
 
     draft_vocab_size: int
     """Number of tokens that the head knows."""
@@ -109,7 +109,7 @@ class LlamaForCausalLMEagle3(DecoderHead, LlamaForCausalLM):
 
     def share(self, target: Model) -> None:
         """See DecoderHead. Keeps the head's own output head. Raises ConfigError also if the target has fewer
-        than LEAST_LAYERS layers, or lacks tokens that `d2t` names."""
+        than LEAST_LAYERS layers, or if `d2t` names tokens outside the vocabulary."""
         own, num_layers, ids = self.lm_head, target.config.num_layers, self.d2t.ids
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
             raise ConfigError(

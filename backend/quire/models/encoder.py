@@ -1,4 +1,4 @@
-"""EncoderModel: base of models whose tokens see those behind them. Nothing is kept of a prompt."""
+"""EncoderModel: base of models whose tokens see those after them, too. Nothing of a prompt is cached."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class EncoderConfig(DecoderConfig):
     head_bias: bool = True
     """Whether the dense layer before the classifier has a bias."""
     head_activation: str = "gelu"
-    """Activation after the dense layer before the classifier: one of FUNCTIONS' names."""
+    """Activation after the dense layer before ModernBERT's classifier: one of FUNCTIONS' names. Other
+    families do not read this; BERT has tanh there."""
 
     @classmethod
     def extending(cls, config: DecoderConfig, **values: Any) -> EncoderConfig:
-        """Returns `config` as an encoder's, with some values replaced."""
+        """Returns an encoder's configuration with the values of `config`, except for those in `values`."""
         return cls(**{**{one.name: getattr(config, one.name) for one in fields(config)}, **values})
 
     @property
@@ -89,7 +90,7 @@ class Table(nn.Module):
 
 
 def attend(heads: torch.Tensor, lens: Sequence[int], scale: float, window: int | None = None) -> torch.Tensor:
-    """Computes attention among all tokens of each sequence.
+    """Computes attention among the tokens of each sequence, in both directions.
 
     Sequences are computed one by one, so a sequence's result does not depend on the others.
 
@@ -118,8 +119,8 @@ class EncoderModel(nn.Module, Model):
     """Encoder. A family makes its modules in `make_parts` under their names in checkpoints, and overrides
     `embed` and `encode`.
 
-    The engine keeps account of prompts in blocks as for decoders, but no layer writes to them: a block has
-    one number as key and as value for each token.
+    The engine keeps account of prompts in blocks as for decoders, but no layer writes to them. For each token
+    a block has room for one number as key and one as value.
     """
 
     config: EncoderConfig
@@ -127,8 +128,8 @@ class EncoderModel(nn.Module, Model):
     prefixes: tuple[str, ...] = ()
     """Beginnings of tensors' names, of which a checkpoint may have any one; they are dropped."""
     unused: tuple[str, ...] = ()
-    """Beginnings of the names, without `prefixes`, of tensors that a checkpoint may hold although the model
-    has no use for them: heads for training, for example."""
+    """Beginnings of the names, without `prefixes`, of tensors that a checkpoint may hold and that are ignored
+    if the model has no use for them: heads for training, for example. A classifier uses some of them."""
 
     def __init__(self, config: EncoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -144,8 +145,8 @@ class EncoderModel(nn.Module, Model):
         raise NotImplementedError
 
     def encode(self, x: torch.Tensor, inputs: ForwardInputs, lens: Sequence[int]) -> torch.Tensor:
-        """Computes all layers from the result `x` [num_tokens, hidden_size] of `embed`, in the same shape.
-        `lens`: number of tokens of each sequence."""
+        """Computes all layers, and the final norm if there is one, from the result `x` [num_tokens,
+        hidden_size] of `embed`. Returns the same shape. `lens`: number of tokens of each sequence."""
         raise NotImplementedError
 
     @property
@@ -186,7 +187,7 @@ class EncoderModel(nn.Module, Model):
         raise ConfigError("enable_lora: adapters of encoders are not supported")
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Is never called: admission refuses requests for tokens."""
+        """Raises NotImplementedError. Requests for tokens do not get here: admission refuses them."""
         raise NotImplementedError
 
     def weights(self) -> Iterator[Weight]:

@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class Ernie4_5ForCausalLM(DecoderModel):
-    """`use_bias` applies to all linear layers."""
+    """`use_bias` gives biases to the linear layers of attention and feed-forward parts."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,5 @@
-"""ERNIE 4.5 with experts in most layers, some of them shared experts."""
+"""ERNIE 4.5 with experts. By default all layers but the first have them, with shared experts beside them that
+compute every token."""
 
 from __future__ import annotations
 
@@ -58,5 +59,5 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         return name.replace("mlp.moe_statics.", "mlp.gate.")
 
     def ignores(self, name: str) -> bool:
-        """See DecoderModel. Layers for multi-token prediction, which have other names, are ignored too."""
+        """See DecoderModel. Tensors for multi-token prediction (`model.mtp_*`) are ignored too."""
         return name.startswith("model.mtp_") or super().ignores(name)

@@ -13,8 +13,8 @@ from quire.models.decoder import DecoderModel
 
 
 class Exaone4ForCausalLM(DecoderModel):
-    """Three layers with a window, then one with full attention, unless the file says otherwise. In a model
-    with windows, only the layers with one have a rotary embedding."""
+    """Three layers with a window, then one with full attention, unless the file says otherwise. Unless
+    `sliding_window` is null, only the layers with a window have a rotary embedding."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

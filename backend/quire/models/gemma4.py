@@ -1,5 +1,5 @@
-"""Gemma 4. Head sizes differ by kind of layer. In some models the last layers share keys and values
-with earlier ones, and each layer has an input of its own."""
+"""Gemma 4. Layers with and without a window may have heads of different sizes. In some models the last layers
+share keys and values with earlier ones, and each layer has an input of its own."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Gemma4Config(DecoderConfig):
     """Whether the layers that share KV have a feed-forward part of twice the size."""
     per_layer_vocab_size: int
     image_token_id: int | None
-    """Placeholder of images; None: the model has no tower."""
+    """Id of the token that images replace; None: the model has no tower."""
     pad_token_id: int
-    """Token whose per-layer inputs an image's tokens have."""
+    """Token whose row of the table of per-layer inputs an image's tokens have."""
     has_joint_images: bool
     """Whether the tokens of an image see each other in both directions, in layers with a window."""
 
@@ -183,8 +183,8 @@ class Gemma4Experts(MixtureOfExperts):
 
 
 class Gemma4Layer(DecoderLayer):
-    """Gemma 3's layer. If the model has experts, their normed result is added to that of the dense
-    feed-forward part. If it has per-layer inputs, this layer's one (`context.per_layer`) is gated by
+    """Gemma 3's layer. If the model has experts, their normed result is added to the normed result of the
+    dense feed-forward part. If it has per-layer inputs, this layer's one (`context.per_layer`) is gated by
     the hidden state, projected, normed and added. The result is multiplied by a learned scalar."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -325,7 +325,8 @@ class Gemma4ForCausalLM(DecoderModel):
         self.per_layer_projection_norm = RMSNorm(config, size)
 
     def embed(self, inputs: ForwardInputs) -> torch.Tensor:
-        """See DecoderModel. Each row holds the hidden state, then the inputs of all layers."""
+        """See DecoderModel. Each row holds the hidden state, then the per-layer inputs of all layers, if the
+        model has them."""
         x, size = super().embed(inputs), self.config.per_layer_size
         if not size:
             return x
@@ -369,7 +370,8 @@ class Gemma4ForCausalLM(DecoderModel):
             yield path.replace(".moe.", "."), module
 
     def ignores(self, name: str) -> bool:
-        """See DecoderModel. Keys and values of layers that share KV are ignored too."""
+        """See DecoderModel. Weights for the keys and values of layers that read another layer's are ignored
+        too."""
         found = _OF_SHARED.match(name)
         if found is not None and int(found[1]) < self.config.num_layers:
             return self.config.kv_layers[int(found[1])] != int(found[1])
@@ -377,7 +379,7 @@ class Gemma4ForCausalLM(DecoderModel):
 
 
 def _experts(hf: HFConfig, num_layers: int) -> ExpertsConfig:
-    """Reads the experts; raises CheckpointError."""
+    """Reads the experts' sizes and routing; raises CheckpointError."""
     count = hf.require_int("num_experts", most=MAX_EXPERTS)
     chosen = hf.require_int("top_k_experts", most=count)
     return ExpertsConfig(
@@ -419,7 +421,8 @@ def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConf
 
 
 class Gemma4ForConditionalGeneration(VisionLanguageModel, Gemma4ForCausalLM):
-    """The text part of a Gemma 4 model with towers. That for audio is not supported."""
+    """The text part of a Gemma 4 checkpoint with towers for images and, in some, audio. Audio is not
+    supported."""
 
     has_tower = True
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: by default half of each head rotates. Experts are DeepSeek V3's."""
+"""GLM-4.5 to 4.7, but not 4.7-Flash: by default half of each head rotates. Experts are DeepSeek V3's."""
 
 from __future__ import annotations
 

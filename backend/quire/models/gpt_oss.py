@@ -50,8 +50,8 @@ class GptOssLayer(DecoderLayer):
 class GptOssForCausalLM(DecoderModel):
     """Every other layer has a window, beginning with the first, unless `layer_types` says otherwise.
 
-    (OpenAI, gpt-oss model card, arXiv 2508.10925.) A checkpoint's tensors of a projection hold all experts
-    of a layer. In `gate_up_proj` the output features of gate and up alternate.
+    (OpenAI, gpt-oss model card, arXiv 2508.10925.) A checkpoint's tensors of an expert projection hold all
+    experts of a layer. In `gate_up_proj` the output features of gate and up alternate.
     """
 
     layer_class = GptOssLayer
@@ -116,8 +116,8 @@ class GptOssForCausalLM(DecoderModel):
 
 
 def _as_layer(tensor: torch.Tensor, *, rows: slice, is_transposed: bool) -> torch.Tensor:
-    """Returns the output features `rows` of one expert's tensor, which become its first dimension. Three
-    dimensions, of packed weights, become two. `is_transposed`: the tensor is stored as [in_features,
+    """Returns the output features `rows` of one expert's tensor, along the first dimension of the result.
+    Three dimensions, of packed weights, become two. `is_transposed`: the tensor is stored as [in_features,
     out_features]."""
     if is_transposed:
         return tensor.T[rows]

@@ -1,5 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with factors for embeddings, scores, terms for the residual stream, and
-logits."""
+"""Granite, dense: Llama with factors for embeddings, scores, logits and terms for the residual stream."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from quire.models.llama import LlamaForCausalLM
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """The factors are those of maximal update parametrisation (Yang et al., 2022, arXiv 2203.03466)."""
+    """Llama with the factors of maximal update parametrisation (Yang et al., 2022, arXiv 2203.03466)."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,5 +1,5 @@
-"""Granite 4: Mamba-2 in most layers, attention in the others, and in each a feed-forward part for all tokens,
-with experts beside it in some models."""
+"""Granite 4: each layer has Mamba-2 or attention, and a feed-forward part for all tokens. In some models
+there are experts beside that part."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from quire.models.llama import LlamaForCausalLM
 
 
 class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
-    """Rope scaling with `alpha` (type `dynamic`) means a larger theta, whatever the sequence's length."""
+    """Rope scaling with `alpha` multiplies theta by a power of `alpha`, whatever the sequence's length."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,5 +1,4 @@
-"""Rules: which layers of a checkpoint are quantised, and in which format, according to its
-`quantization_config`."""
+"""Rules: which layers of a checkpoint are quantised, and in which format, according to its config.json."""
 
 from __future__ import annotations
 
@@ -35,35 +34,37 @@ _FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
 _MATCH_S = 1.0
 """Seconds allowed to match one regular expression against one name. Some expressions backtrack for ever."""
 _ROUTERS = ("gate", "shared_expert_gate")
-"""Last parts of the names of routers. GPTQ's tools, modelopt and DeepSeek's files leave routers unquantised
-and do not list them."""
+"""Last parts of the names that many families give to routers. GPTQ's tools, modelopt and DeepSeek's files may
+leave routers unquantised without listing them."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules by which layers of a checkpoint are quantised, from its `quantization_config`."""
+    """Rules by which layers of a checkpoint are quantised, from its config.json."""
 
     method: str
-    """`quant_method` of the configuration."""
+    """Method that quantised the checkpoint, as `quant_method` names it: "awq" or "gptq", for example."""
     rules: tuple[tuple[Matches, Format | None], ...]
     """Rules in order of precedence: the first that matches a layer gives its format. A layer is not quantised
     if that is None, or if no rule matches."""
     has_kv_scales: bool = False
-    """Whether the checkpoint asks to quantise keys and values by its own scales."""
+    """Whether a checkpoint of compressed-tensors has a `kv_cache_scheme`, for quantised keys and values.
+    False for other methods."""
     values: Values = field(default_factory=dict)
-    """All of `quantization_config`."""
+    """Object from config.json that the rules were read from, see QUANTIZATION_KEYS."""
 
     def format_of(self, name: str) -> Format | None:
-        """Returns the format of the layer of this name; None: it is not quantised. Raises ValueError if a
-        rule's pattern takes too long to match."""
+        """Returns the format that the rules give to the layer of this name; None: none. Raises ValueError if
+        a rule's pattern takes too long to match."""
         return next((form for matches, form in self.rules if matches(name)), None)
 
 
 def read_rules(hf: HFConfig) -> Rules | None:
-    """Reads the rules from config.json; None: nothing is quantised.
+    """Reads the rules from config.json; None: it states no quantisation.
 
     Raises:
-        CheckpointError: a method or layout is not supported. The message is one line that names it.
+        CheckpointError: something that it states is not supported. The message is one line that names it.
+            Values of a wrong type may raise other errors, such as TypeError.
     """
     values = next(filter(None, map(hf.get, QUANTIZATION_KEYS)), None)
     if values is None:
@@ -85,8 +86,8 @@ class _UnsupportedError(Exception):
 
 
 def _known(values: Values, key: str, default: Any, known: Iterable[Any]) -> Any:
-    """Returns a value of the configuration, or the default; raises _UnsupportedError unless it is one of
-    `known`."""
+    """Returns the value under `key`, or the default if it is missing or null. Raises _UnsupportedError unless
+    the result is one of `known`."""
     value = values.get(key)
     value = default if value is None else value
     listed = [*known]
@@ -97,7 +98,8 @@ def _known(values: Values, key: str, default: Any, known: Iterable[Any]) -> Any:
 
 
 def _group(values: Values, default: int | None) -> int | None:
-    """Returns how many inputs share a scale; None: all inputs of a row."""
+    """Reads `group_size`, the number of inputs that share a scale; None: inputs are not divided into groups.
+    The default is for files without the key."""
     group = values.get("group_size", default)
     if group in (None, -1):
         return None
@@ -118,12 +120,14 @@ def _block(key: str, value: Any) -> tuple[int, int]:
 
 
 def _ours(name: str) -> str:
-    """Returns a module's name as models here have it; Nemotron-H's files say "backbone" for "model"."""
+    """Replaces "backbone." by "model." at the beginning of a module's name. Nemotron-H's files have such
+    names; others stay as they are."""
     return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
 
 
 def _named(keys: Iterable[str] | None) -> Matches:
-    """Makes a test for names that contain one of the keys between dots, or match a key with wildcards."""
+    """Makes a test for names of which a key is a part or several parts; dots separate the parts. A key with a
+    "*" must match a whole name instead."""
     keys = tuple(map(_ours, keys or ()))
     return lambda name: any(
         fnmatchcase(name, key) if "*" in key else f".{key}." in f".{name}." for key in keys
@@ -230,7 +234,8 @@ def _compressed(values: Values) -> Rules:
 
 
 def _targets(targets: Iterable[str] | None) -> Matches:
-    """Makes a test for names that equal or end a target, or match one that begins with "re:"."""
+    """Makes a test for names that equal or end a target. A target that begins with "re:" is a regular
+    expression, which must match from a name's first character on."""
     names = {_ours(target) for target in targets or () if not target.startswith("re:")}
     try:
         patterns = [regex.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]

@@ -1,4 +1,4 @@
-"""ForeignScheme: linear layers that another tool quantised."""
+"""ForeignScheme: the scheme of linear layers that another tool quantised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_form
 """Suffixes of tensors that are not read. They state how inputs were to be quantised, which is decided at run
 time here, or nothing useful."""
 _MAX_STATE = 2**16
-"""Most bytes of a layer's `quant_state` of bitsandbytes. It usually has some 100."""
+"""Most bytes that bitsandbytes' `quant_state` of a weight may have. It usually has some 100."""
 _KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
 """Suffixes of tensors with scales for quantised attention: its keys, values, queries and output. They are not
 read."""
@@ -39,14 +39,16 @@ class Tally:
     """Bytes of the quantised layers that were packed."""
 
     file_bytes: int = 0
-    """Bytes in the files."""
+    """About the bytes in the files, without biases. A floating-point number of 16 bits, such as a scale,
+    counts as four bytes."""
     packed_bytes: int = 0
     """Bytes after packing."""
     dequantized_bytes: int = 0
-    """Part of `packed_bytes`: the bytes of layers that are kept as plain numbers in the inputs' type."""
+    """Part of `packed_bytes`: the bytes of layers that take no fewer than plain numbers in the inputs' type
+    would."""
 
     def add(self, file_bytes: int, packed_bytes: int, whole: int) -> None:
-        """Counts a layer. `whole`: bytes that it would have as plain numbers in the inputs' type."""
+        """Counts a layer. `whole`: bytes that its weights would have as plain numbers in the inputs' type."""
         self.file_bytes += file_bytes
         self.packed_bytes += packed_bytes
         if packed_bytes >= whole:
@@ -55,17 +57,18 @@ class Tally:
 
 @dataclass(frozen=True)
 class ForeignScheme:
-    """Scheme for checkpoints that another tool quantised; see LinearScheme. Layers that the rules exempt
-    have the scheme `plain`."""
+    """Scheme for checkpoints that another tool quantised; see LinearScheme. A layer has the scheme `plain` if
+    the rules give no format to any of its parts."""
 
     rules: Rules
     source: Path
-    """File that error messages name."""
+    """File that the rules are from, usually config.json. Log lines and most error messages name it."""
     plain: DenseScheme
     """Scheme of layers that the checkpoint does not quantise. Without `keeps_codes`, its quantisation also
     applies to the others, after they are dequantised."""
     keeps_codes: bool = True
-    """Whether quantised weights keep their codes. If not, they are dequantised first."""
+    """Whether quantised weights keep their codes on devices with kernels for these. False: all weights are
+    dequantised."""
     tally: Tally = field(default_factory=Tally, compare=False)
 
     @property
@@ -108,7 +111,8 @@ class ForeignScheme:
         return self.plain.table(name, num_rows, size, is_head=is_head, dtype=dtype)
 
     def prepared(self, files: WeightFiles) -> WeightFiles:
-        """Returns the files, changed to give tensors as the slots need them. Unused tensors are left out."""
+        """Returns the files, changed to give tensors as the slots need them. Some tensors without use are
+        left out, such as scales of inputs."""
         return files._replace(read=lambda file: self._prepared(files.read(file)))
 
     def _prepared(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -132,9 +136,8 @@ class ForeignScheme:
             yield one
 
     def report(self) -> None:
-        """Logs how many bytes the quantised layers have in the files and after packing, and how many of the
-        latter are plain numbers. Logs that the file's scales of keys and values are not used, if there are
-        any."""
+        """Logs the numbers of `tally`. Logs that `kv_cache_scheme` is not used, if the checkpoint has one
+        (`Rules.has_kv_scales`)."""
         stored, packed, dequantized = (number / 2**20 for number in vars(self.tally).values())
         text = f"{self.rules.method} weights: {stored:.1f} MiB in the files are kept in {packed:.1f} MiB"
         if dequantized:
@@ -179,7 +182,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensors."""
+        """Bytes of the memory for the stored tensors; 0 after `decode`."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def stored(self) -> Iterator[StoredTensor]:
@@ -298,7 +301,8 @@ class ForeignTensors:
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded | None:
-    """Joins the rows of several matrices into one matrix; None: their formats or column orders differ."""
+    """Joins the rows of several matrices into one matrix; None: that is not possible, for example because
+    their column orders differ."""
     order = parts[0].order
     for part in parts[1:]:
         if (part.order is None) != (order is None):

@@ -11,7 +11,7 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     Args:
         words: int32 [rows, at least count * bits / 32].
         bits: bits of a number, 1 to 8. A number may begin in one word and end in the next.
-        count: numbers in a row.
+        count: numbers to unpack from each row.
 
     Returns:
         uint8 [rows, count].
