@@ -42,6 +42,7 @@ _OUTER_KEYS = (
     "dtype",
     "torch_dtype",
     "quantization_config",
+    "compression_config",
     "eos_token_id",
     "vision_config",
     "image_token_id",
