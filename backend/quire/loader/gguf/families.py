@@ -126,7 +126,7 @@ def _scoring(own: Own, values: Values) -> Values:
 
 def _shares(own: Own, values: Values) -> Values:
     """Returns config.json's values for the choice of experts and their shares, under DeepSeek's keys. If the
-    file does not state one, llama.cpp's default counts; `scoring_func` is then missing."""
+    file does not state one, llama.cpp's default counts, but `scoring_func` is left out."""
     return {
         **_scoring(own, values),
         "norm_topk_prob": own("expert_weights_norm") or False,

@@ -46,8 +46,8 @@ class Format(Protocol):
         devices, weights are dequantised."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
-        """Yields the stored tensors of a part that are read. Raises ValueError for sizes that the format
-        cannot store."""
+        """Yields a slot for each stored tensor of a part that is read. Raises ValueError for sizes that
+        the format cannot store."""
 
     def decode(self, tensors: Tensors) -> Decoded:
         """Decodes a part's tensors into its weights. If they contradict each other, this may raise an error,
@@ -306,7 +306,7 @@ class FP4:
     tensor_scale: str | None = None
     """Suffix of the name of the scale for all weights; None: MXFP4, which has none."""
     is_divisor: bool = False
-    """Whether the weights are divided by the scale for all weights instead of multiplied."""
+    """Whether the weights are divided by the scale for all weights instead of multiplied by it."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
