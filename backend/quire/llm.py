@@ -45,8 +45,8 @@ class LLM:
         options: keys of `EngineConfig` (max_num_seqs, dtype, ...), flat.
 
     Raises:
-        CheckpointError, ConfigError, HubError: the engine cannot start; the message names the file, the key
-            or the repository.
+        QuireError, HubError, TokenizerError: the engine cannot start. It is usually a CheckpointError or a
+            ConfigError, whose message names the file or the keys.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -79,21 +79,23 @@ class LLM:
         Args:
             prompts: a text, texts, or lists of token ids.
             params: one for all or one per prompt; None: the checkpoint's defaults, changed by `sampling`.
-            embeds: for each prompt, embeddings of images or None; with embeddings a prompt must be token ids.
+            embeds: for each prompt, embeddings of images or None; their spans count the prompt's tokens.
             scheduling: priority, tenant, session ...; one for all or one per prompt.
             chats: for each prompt, the format of the answer if the prompt is made of chat messages, or None.
             adapters: names of LoRA adapters (`lora_modules`); one for all or one per prompt.
-            sampling: fields of SamplingParams by name; used only if `params` is None.
+            sampling: parameters by their names in SAMPLING_FIELDS; used only if `params` is None.
 
         Returns:
-            One output per prompt. With n > 1 it is choice 0, and its `others` are choices 1 to n - 1; with
-            best_of or beam_width choice 0 is the best.
+            One output per prompt. With n > 1 it is choice 0, and its `others` are choices 1 to n - 1. In beam
+            search, or with best_of above n, choice 0 is the best.
 
         Raises:
             InvalidArgumentError: a prompt or parameter is wrong, so that none of the prompts was run.
-            UnavailableError: the queue is full or a quota used up, so that none of the prompts was run.
+            UnavailableError: the engine refuses a prompt for now, for example because its queue is full, so
+                that none of the prompts was run.
             InputError: a text cannot be tokenized, so that none of the prompts was run.
-            EngineError: the engine failed, or a prompt is text and the checkpoint has no tokenizer.
+            EngineError: the engine failed, an adapter could not be read again, or a prompt is text and the
+                checkpoint has no tokenizer.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None:
@@ -175,7 +177,7 @@ class LLM:
         """Returns the scores of all prompts, computed together: float32 [prompts, labels].
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: texts or lists of token ids; texts if there are `seconds`.
             seconds: second text of each pair, for rerankers; None: the prompts are no pairs.
             use_activation: whether the classifier's activation is applied; False: the scores are the logits,
                 as for rewards.
@@ -220,16 +222,16 @@ class LLM:
         return np.stack([np.frombuffer(output.embedding, np.float32) for output in outputs])
 
     def chat(self, messages: list[dict[str, Any]] | dict[str, Any], **sampling: Any) -> RequestOutput:
-        """Returns one answer to a conversation, through the checkpoint's chat template. Reasoning and tool
-        calls are separate from the answer's text.
+        """Returns the answer to a conversation, through the checkpoint's chat template. Reasoning and tool
+        calls are separated from the answer's text, as `reasoning_parser` and `tool_parser` say.
 
         Args:
             messages: a list, or an object with `tools` and more, as in `quire_ensemble.messages`.
-            sampling: fields of SamplingParams by name.
+            sampling: as in `generate`.
 
         Raises:
             EngineError: the checkpoint has no tokenizer, or the engine failed.
-            InputError: the messages are wrong.
+            InputError: the messages are wrong, or the checkpoint has no chat template for them.
             InvalidArgumentError, UnavailableError: as `generate`.
         """
         if self.tokenizer is None:
@@ -241,9 +243,9 @@ class LLM:
     def profile(self, path: str | Path) -> Iterator[None]:
         """Returns a context manager that writes a Chrome trace of the steps in it to `path`.
 
-        The file is written when the context ends. The trace has at most MAX_PROFILE_STEPS steps, none later
-        than MAX_PROFILE_S seconds after the context began. Its `otherData` has a `roofline` of each kind of
-        step.
+        The file is written when the context ends. The trace has at most MAX_PROFILE_STEPS steps, none of
+        which begins later than MAX_PROFILE_S seconds after the context began. Its `otherData` has a
+        `roofline`.
 
         Raises:
             UnavailableError: another profile is being recorded.
@@ -265,7 +267,7 @@ class LLM:
 
         Raises:
             EngineError: the checkpoint has no tokenizer.
-            InputError: the tokenizer cannot encode the text, which may hold an unpaired surrogate.
+            InputError: the tokenizer cannot encode the text, for example because of an unpaired surrogate.
         """
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")

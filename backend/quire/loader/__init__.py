@@ -1,1 +1,1 @@
-"""Reads checkpoints: `info` their configuration and files, without torch, and `load` their weights."""
+"""Reads checkpoints: `info` reads the configuration, without torch; `load` makes models with the weights."""

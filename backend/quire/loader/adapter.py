@@ -1,7 +1,7 @@
 """read_adapter: reads a LoRA adapter in PEFT's format, and checks it against the model.
 
 A directory holds `adapter_config.json` and `adapter_model.safetensors` (or `adapter_model.bin`). The adapter
-may come from anybody, so no other file is read, and memory is taken only for what the model's shapes allow.
+may come from anybody, so no other file is read, and a tensor is read only if its shape fits the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _UNSUPPORTED = (
     "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
     "alora_invocation_tokens", "arrow_config", "use_bdlora", "layer_replication",
 )  # fmt: skip
-"""Keys that, if set, mean something other than a low-rank term. They are refused."""
+"""Keys of adapter_config.json for features that are not supported. An adapter that sets one is refused,
+unless the value is empty, 0, false or null."""
 _KNOWN = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform", "bias", "init_lora_weights",
@@ -56,7 +57,7 @@ _KNOWN = frozenset((
     "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
     "ensure_weight_tying",
 ))  # fmt: skip
-"""Keys that are obeyed, and keys without effect."""
+"""Keys of adapter_config.json that are obeyed, and keys that are ignored without a warning."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Prefixes of `init_lora_weights` values that also change the base model's weights. They are refused."""
 
@@ -65,9 +66,9 @@ class ReadAdapter(NamedTuple):
     """A LoRA adapter that was read and fits the model."""
 
     rank: int
-    """Largest rank of its layers."""
+    """Largest rank among the adapter's layers."""
     digest: bytes
-    """Digest of the adapter's types, targets, ranks and numbers as the model computes with them."""
+    """Digest of the dtype, targets, ranks and numbers that the model computes with."""
     weights: AdapterWeights
 
 
@@ -85,7 +86,7 @@ def read_adapter(
 
     Raises:
         CheckpointError: the adapter is missing, broken, unsupported, or made for another model. The message
-            is one line that names the file.
+            is one line that names the file or the directory.
     """
     config_file = _regular(directory / CONFIG, root)
     if config_file is None:
@@ -125,7 +126,7 @@ def read_adapter(
 
 def _regular(path: Path, root: Path | None) -> Path | None:
     """Returns the path if there is a file; None: there is none. Raises CheckpointError if it is no regular
-    file, or lies outside `root`."""
+    file, lies outside `root`, or cannot be looked at."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -207,11 +208,11 @@ class _Config:
         self._layers = self._numbers("layers_to_transform")
 
     def place_of(self, stored: NamedTensor) -> tuple[str, str]:
-        """Returns (name of the model's target, "A" or "B") for a stored tensor.
+        """Returns (the layer's name in the form that targets' names have, "A" or "B") for a stored tensor.
 
         Raises:
-            CheckpointError: the tensor is no matrix of an adapter, or the configuration does not adapt its
-                layer.
+            CheckpointError: the tensor is no matrix of an adapter, the configuration does not adapt its
+                layer, or a pattern in it is broken or too slow.
         """
         module, _, end = stored.name.rpartition(".lora_")
         side, _, rest = end.partition(".")
@@ -239,7 +240,8 @@ class _Config:
             max_rank: largest rank that is allowed.
 
         Raises:
-            CheckpointError: a matrix is missing or has the wrong shape or type, or the rank is too large.
+            CheckpointError: a matrix is missing or has the wrong shape or type, the rank is too large, or a
+                pattern of the configuration is broken or too slow.
         """
         for side in "AB":
             if side not in sides:
@@ -262,8 +264,8 @@ class _Config:
         return rank, alpha / (math.sqrt(rank) if self._is_rank_stabilised else rank)
 
     def _is_target(self, module: str) -> bool:
-        """Whether the configuration adapts a module, by the rules of PEFT's `check_target_module_exists`: a
-        list holds suffixes of module names, a text is a pattern."""
+        """Whether the configuration adapts a module. In `target_modules` and `exclude_modules` a list holds
+        ends of module names, and a text is a pattern (or "all-linear"), as in PEFT."""
         if self._matches(self._values.get("exclude_modules"), module):
             return False
         wanted = self._values.get("target_modules")
@@ -287,8 +289,8 @@ class _Config:
             return any(module == one or module.endswith(f".{one}") for one in wanted)
 
     def _pattern_value(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-        """Returns the value of the first pattern that matches a suffix of the module's name, as in PEFT;
-        without a match, the default."""
+        """Returns the value of the first pattern that matches the module's name, or the rest of the name
+        after one of its dots; without a match, the default."""
         for pattern, value in patterns.items():
             if module.endswith(f".{pattern}") or self._match(rf"(?:.*\.)?(?:{pattern})", module):
                 return value

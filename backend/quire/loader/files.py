@@ -1,7 +1,7 @@
 """Weight files: finds the files with a checkpoint's weights, and reads their tensors ahead and in parallel.
 
-Tensors are read into their final memory if possible, otherwise a few at a time, so loading needs memory for
-the model only once. Pickles are read only if the configuration allows them.
+Tensors are read into their final memory if possible, otherwise a few at a time, so loading usually needs
+little memory besides the model's. Pickles are read only if the configuration allows them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from quire_common.weight_files import (
 )
 
 _THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
-"""Threads that read. They wait for disks and copy; more of them would take CPU time from packing."""
+"""Number of threads that read. They wait for disks and copy; more would take CPU time from packing."""
 _PART = 2**21
-"""Bytes that a thread reads at a time."""
+"""Most bytes that a thread reads at a time."""
 _AHEAD = 2**27
-"""Bytes of tensors read, or being read, ahead of the next tensor to be packed. No further read begins while
-there are more, so they exceed this number by one tensor at most."""
+"""Limit in bytes for the tensors that are read ahead of the one that is handed on next. Above it no further
+read begins, so that it is exceeded by one tensor at most."""
 
 
 class WeightFiles(NamedTuple):
     """The files that hold a checkpoint's weights."""
 
     source: Path
-    """File that error messages name: the index, the only file, or the first part of a split GGUF file."""
+    """File that errors about the weights as a whole name: the index, the only file, or the first part of a
+    split GGUF file."""
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[NamedTensor]]
     scheme: LinearScheme | None = None
@@ -57,7 +58,8 @@ class WeightFiles(NamedTuple):
         return sum(file.stat().st_size for file in self.files)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Yields all tensors, file by file; raises CheckpointError if a file is missing or broken."""
+        """Yields the tensors that `read` gives, file by file; raises CheckpointError if a file is missing or
+        broken."""
         for file in self.files:
             try:
                 yield from self.read(file)
@@ -73,8 +75,8 @@ def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFil
         gguf: the GGUF file, if it is already open; None: it is not.
 
     Raises:
-        CheckpointError: there are no files of that format, or only pickles, which the configuration does not
-            allow.
+        CheckpointError: there are no files of that format, they are broken or incomplete, or there are only
+            pickles, which the configuration does not allow.
     """
     path = Path(config.model)
     if config.load_format in ("auto", "gguf"):
@@ -125,7 +127,7 @@ def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]
     otherwise in other memory.
 
     Raises:
-        OSError: a file cannot be read, or has become shorter.
+        OSError: a file cannot be read, or has become shorter. A tensor's `change` may raise other errors.
     """
     ahead: deque[tuple[Wanted, torch.Tensor, list[Future[None]]]] = deque()
     with ThreadPoolExecutor(_THREADS, "weights") as pool:

@@ -1,5 +1,5 @@
-"""Identities: of the code, libraries and processor, which, besides the weights, decide what this process
-computes; and of a checkpoint's files, which detects that they were replaced."""
+"""Identities. That of code, libraries and processor says whether two processes compute alike, given the same
+weights and options. That of a checkpoint's files detects that they were replaced."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CODE = (
     *("quire.layers", "quire.loader", "quire.models", "quire.worker"),
     *("quire_common", "quire_ensemble", "quire_kernels"),
 )
-"""Packages that decide what is computed."""
+"""Packages with the code that computes, for `code_identity`."""
 _LIBRARIES = ("gguf", "safetensors", "torch", "transformers")
-"""Libraries that decide how files are read."""
+"""Libraries whose versions are part of `code_identity` on all devices."""
 _GPU_LIBRARIES = ("triton", "flashinfer-python")
 
 
 def code_identity(device: torch.device) -> dict[str, Any]:
-    """Returns an identity of all code that computes, as JSON values."""
+    """Returns an identity of the code, libraries and processor that compute on a device, as JSON values."""
     return {
         "code": _code_digest(),
         "libraries": [f"{name} {_version(name)}" for name in _LIBRARIES],
@@ -45,8 +45,8 @@ def model_identity(model: object) -> list[str]:
 
 
 class FileIdentity(NamedTuple):
-    """State of a checkpoint's files at one time. If two states are equal, the files and their contents are
-    the same."""
+    """State of a checkpoint's files at one time. If two states are equal, the files are taken to be
+    unchanged."""
 
     files: list[tuple[str, str, int, int, int, int]]
     """(name, path without links, bytes, modification time in ns, status change time in ns, inode) of each
@@ -104,7 +104,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Returns a digest of all files of the packages that compute."""
+    """Returns a digest of the files of the packages in _CODE."""
     digest = hashlib.blake2b(digest_size=16)
     for package in _CODE:
         spec = util.find_spec(package)

@@ -1,5 +1,5 @@
-"""Reads what a checkpoint says besides its weights: configuration, end tokens and files, for frontends and
-builders. This module does not import torch."""
+"""Reads what a checkpoint says besides its weights, such as configuration and end tokens, and lists its
+files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
     """Returns config.json, and generation_config.json (an empty dict if there is none).
 
     Args:
-        path: a directory, or a GGUF file, whose metadata appears under the keys of config.json.
+        path: a directory or a GGUF file. The metadata of a GGUF file appears under the keys of config.json.
 
     Raises:
-        CheckpointError: a file is missing or broken. The message is one line that names the file.
+        CheckpointError: a file is missing, broken or not supported. The message is one line that names the
+            file or the directory.
     """
     path = Path(path)
     if not path.exists():
@@ -44,8 +45,9 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
 def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
     """Returns the ids of the tokens that end a checkpoint's sequences.
 
-    They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added. If none
-    of these names any, and config.json has no key `eos_token_id`, the default of transformers' class counts.
+    They come from generation_config.json, or else from config.json, and the tokenizer's EOS is added if it is
+    an added token. If none of these names any, and config.json has no key `eos_token_id`, the default of
+    transformers' class counts.
     With a GGUF file, its metadata stand for config.json, and neither the tokenizer nor that default counts.
     Ids outside the vocabulary are left out.
 
@@ -137,8 +139,8 @@ _CHECKPOINT_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt
 
 
 def checkpoint_state(*paths: str) -> list[tuple[str, int, int]]:
-    """Returns (path, bytes, modification time in ns) of each file of some checkpoints (directories or GGUF
-    files). If it differs, the checkpoints have changed. Empty: there are no files."""
+    """Returns (path, bytes, modification time in ns) of each of `checkpoint_files`. If a later result
+    differs, the checkpoints have probably changed. Empty: there are no files."""
     found = [(file, file.stat()) for file in checkpoint_files(*paths)]
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
 

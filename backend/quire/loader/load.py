@@ -41,8 +41,8 @@ logger = logging.getLogger("quire")
 
 _MAX_LISTED = 16
 _GIVE_BACK = 2**25
-"""Bytes of weights that are packed between two calls of `trim_heap`. A call takes milliseconds, too long for
-each of thousands of experts."""
+"""Least bytes of weights that are packed between two calls of `trim_heap`. A call takes milliseconds, too
+long for each of thousands of experts."""
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
 """Most weights that a byte of a weight file may stand for, however it is quantised. A model with more weights
@@ -62,18 +62,18 @@ class LoadedModel:
     """Ids of the tokens that end a sequence; see `end_token_ids`."""
     weight_bytes: int
     weights_digest: str = ""
-    """`digest_weights` of the model; empty: it was not asked for."""
+    """`digest_weights` of the model before it was packed; empty: it was not asked for."""
     cache_writer: BackgroundWriter | None = None
-    """Thread that writes the packed weights for the next start; None: there is nothing to write."""
+    """Writer of the packed weights for the next start; None: they are not written."""
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
     """Whether packed weights are worth caching for the next start: packing took more than a second, and more
-    than the rest of loading. Packed weights have about the files' size, so reading them takes about as long
-    as reading the files.
+    than the rest of reading the weights. Packed weights are usually no larger than the files, so reading
+    them takes no longer than reading the files.
 
     Args:
-        read_s: seconds that loading took besides packing.
+        read_s: seconds that reading the weights took besides packing.
         pack_s: seconds that packing took.
     """
     return pack_s > max(read_s, 1.0)
@@ -112,10 +112,11 @@ def load_model(
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or unsupported, or changed while it was read. The
-            message is one line that names the file.
-        ConfigError: the checkpoint does not allow the quantisation, or this number of ranks; `model_class` or
-            an entry point gives no Model; the checkpoint has no head for multi-token prediction; or it is a
-            draft head, and `draft_model` does not name it.
+            message is one line, which usually names the file.
+        ConfigError: the checkpoint or the device does not allow an option, such as the quantisation, this
+            number of ranks or a budget of experts; `model_class` or an entry point gives no Model; the
+            checkpoint has no head for multi-token prediction; or it is a draft head, and `draft_model` does
+            not name it.
     """
     state = checkpoint_state(config.model)
     is_cached = not is_head and config.max_resident_experts is None
@@ -165,10 +166,10 @@ def empty_model(
     ranks: Ranks = ALONE,
     is_head: bool = False,
 ) -> EmptyModel:
-    """Makes the model that a checkpoint describes, without its weights. Arguments and errors are those of
+    """Makes the model that a checkpoint describes, without its weights. Arguments and errors are as for
     `load_model`.
 
-    On torch's "meta" device the model takes no memory, and its size can be computed.
+    On torch's "meta" device the model's weights take no memory, and their size can be computed.
     """
     hf, generation = read_configs(config.model)
     if hf.unused:
@@ -223,8 +224,8 @@ def empty_model(
 
 
 def _with_budget(config: DecoderConfig, max_resident: int, device: torch.device) -> DecoderConfig:
-    """Returns a model's configuration with a budget of resident experts; raises ConfigError if the model or
-    the device does not support one."""
+    """Returns a model's configuration with a budget of resident experts, or unchanged if the budget has room
+    for all. Raises ConfigError if the model or the device does not support a budget."""
     if device.type == "cuda":
         raise ConfigError("max_resident_experts: on the CPU only: on a GPU all experts are resident")
     if config.experts is None:
@@ -245,7 +246,8 @@ def checkpoint_errors(hf: HFConfig) -> Iterator[None]:
 
 
 def digest_weights(model: Model) -> str:
-    """Returns a digest of every bit of the loaded weights. 20 GB take about a second on a CPU.
+    """Returns a digest of every bit of a model's weights that are not packed yet. 20 GB take about a second
+    on a CPU.
 
     XXH3 detects accidental changes. It need not resist attacks: whoever chooses the weights can change the
     output anyway.
@@ -264,7 +266,7 @@ def _joined(digests: Iterable[bytes]) -> str:
 
 
 def pack(model: Model) -> int:
-    """Packs a model whose weights are all loaded. Returns the bytes of all packed weights."""
+    """Packs a model whose weights are all loaded. Returns the bytes of its weights in memory."""
     packer = Packer()
     for _, module in model.packed_modules():
         packer.pack(module)
@@ -272,7 +274,7 @@ def pack(model: Model) -> int:
 
 
 class Packer:
-    """Packs modules, and returns freed memory to the system. Without that, memory would hold all weights
+    """Packs modules, and returns freed memory to the system. Without that, memory could hold all weights
     twice at the end."""
 
     def __init__(self) -> None:
@@ -289,7 +291,7 @@ class Packer:
 
 
 class _Packing:
-    """Packs each layer when its last tensor is filled, while other tensors are read."""
+    """Packs each layer when its last tensor is filled. Tensors of other layers may be read meanwhile."""
 
     def __init__(self, model: Model, with_digest: bool) -> None:
         self._packer, self._with_digest = Packer(), with_digest
@@ -321,8 +323,8 @@ class _Packing:
 
 
 def fill_randomly(model: Model) -> None:
-    """Fills the weights of a model. Matrices get seeded random numbers, so that products are about as large
-    as their inputs; vectors of floating-point numbers get 1, vectors of integers 0."""
+    """Fills the weights of a model. Vectors of floating-point numbers get 1, vectors of integers 0. Other
+    weights get seeded random numbers, such that products with matrices are about as large as their inputs."""
     weights = [weight for _, weight, _ in model.weights()]
     generator = torch.Generator(weights[0].device).manual_seed(0)
     with torch.no_grad():
@@ -430,7 +432,7 @@ def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> Non
 
 
 def _whole_shape(weight: Weight) -> list[int]:
-    """Returns the shape of the whole tensor, of which a rank may have a part only."""
+    """Returns the shape of a weight's whole tensor, of which a rank may have a part only."""
     shape = list(weight.memory.shape)
     if weight.part is not None:
         shape[weight.part.dim] = weight.part.whole
@@ -466,7 +468,7 @@ def _sizes(shape: Iterable[int]) -> list[int]:
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds floating-point numbers rather than codes."""
+    """Whether the tensor holds floating-point numbers of more than 8 bits."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 

@@ -54,11 +54,11 @@ _ALIGNMENT = 4096
 _THREADS = 8
 """Number of threads that read."""
 _PART = 2**21
-"""Bytes that are read, written and digested at a time: so few that those that were read are still in the
+"""Most bytes that are read, written and digested at a time: so few that those that were read are still in the
 processor's cache when they are digested."""
 _SETTLED_NS = 10**9
-"""Least age in ns of a file's last change when it is looked at. A younger file may change again within the
-same time stamp."""
+"""Least age in ns of a checkpoint's last change before its weights are cached. A younger file may change
+again within the same time stamp."""
 
 
 class _Tensor(NamedTuple):
@@ -107,7 +107,7 @@ class PackedCache:
     """A directory with one file per entry.
 
     Args:
-        directory: accessible to this user alone; made when the first entry is written.
+        directory: a folder in which no other user can write; made when the first entry is written.
         limit: most bytes of its entries; the least recently used ones are removed.
     """
 
@@ -130,8 +130,8 @@ class PackedCache:
         return self.directory / f"{key}.weights"
 
     def read(self, key: str) -> Any:
-        """Returns the tree of an entry after checking every byte; None: there is none, or it could not be
-        read or was damaged, and has been removed."""
+        """Returns the tree of an entry after checking its index and all its tensors. None: there is no entry,
+        or it could not be read or was damaged; such an entry is removed if possible."""
         path = self.path(key)
         if not path.is_file():  # who opens a pipe waits for ever
             return None
@@ -156,7 +156,7 @@ class PackedCache:
         Args:
             key: digest from which the file's name is made.
             tree: the entry, a tree of JSON values and tensors.
-            stopped: when it is set, the writing ends early and leaves no new entry.
+            stopped: if it is set before all is written, the writing ends early and leaves no new entry.
         """
         head, tensors, size = _encode(key, tree)
         try:
@@ -218,7 +218,7 @@ class PackedEntry:
         self._seen_ns, self._before = time.time_ns(), FileIdentity.from_path(config.model)
 
     def key(self, model: Model) -> str:
-        """Returns a digest of everything that decides the packed weights of a model."""
+        """Returns a digest of what decides the packed weights of a model."""
         identity = {
             "files": self._before.files,
             "model": model_identity(model),
@@ -255,8 +255,8 @@ class PackedEntry:
         return digest
 
     def keep(self, model: Model, weights_digest: str) -> BackgroundWriter | None:
-        """Begins to write a packed model to the cache. None: some weights cannot be cached, or the
-        checkpoint's files may have changed while they were read."""
+        """Begins to write a packed model to the cache, and returns the writer. None: some weights cannot be
+        cached, or the checkpoint's files may have changed while they were read."""
         newest = max((max(file[3:5]) for file in self._before.files), default=0)
         is_settled = newest < self._seen_ns - _SETTLED_NS
         if not is_settled or FileIdentity.from_path(self._config.model) != self._before:
@@ -395,7 +395,7 @@ def _read(file: BinaryIO, key: str) -> Any:
 
 
 def _read_part(fd: int, offset: int, memory: memoryview) -> bytes:
-    """Fills `memory` from the file and returns its digest."""
+    """Fills `memory` from the file and returns its digest. Raises ValueError if the file ends before."""
     done = 0
     while done < len(memory):
         count = os.preadv(fd, [memory[done:]], offset + done)

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Own = Callable[[str], Any]
-"""Function that returns the value of a key of the file's architecture, named without the architecture; None:
-the file does not state it."""
+"""Function that returns the value of a key of the metadata, named without the architecture before it, such as
+"block_count" for "llama.block_count"; None: the file does not state it."""
 Values = Mapping[str, Any]
 """Values by their keys in config.json."""
 
@@ -49,34 +49,37 @@ IN_LAYER = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Hugging Face's names of a layer's tensors, by their names in GGUF files."""
+"""Hugging Face's names of a layer's tensors, by their names in GGUF files; usually both without the last
+part, such as ".weight". Some families have other names in `Family.names`."""
 PARAMETERS = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
-"""Tensors whose names end in ".weight" or ".bias" in GGUF files alone."""
+"""Names in GGUF files of tensors whose Hugging Face names have no last part such as ".weight"."""
 
 
 class Family(NamedTuple):
-    """Form of an architecture's GGUF files, as far as it differs from Llama's."""
+    """Description of the GGUF files of one kind of model, for reading them as Hugging Face's checkpoints."""
 
     architecture: str
-    """Class name in config.json."""
+    """Name of the model's class, for `architectures` in config.json."""
     names: Mapping[str, str] = MappingProxyType({})
-    """Hugging Face's names of a layer's tensors that differ from IN_LAYER."""
+    """Hugging Face's names of a layer's tensors that differ from IN_LAYER or are missing there, by their
+    names in GGUF files."""
     keys: Mapping[str, str] = MappingProxyType({})
     """Keys of the metadata that the family reads besides the usual ones, without the architecture, by their
-    keys in config.json. If the file does not state one, the default of the family's class counts."""
+    keys in config.json. If the file does not state one, config.json lacks its key."""
     derived: Callable[[Own, Values], Values] | None = None
-    """Function that returns values of config.json that no single key states; None: there are none. Its second
-    argument holds those known so far."""
+    """Function that returns further values of config.json; None: there are none. Its first argument reads
+    keys, its second holds the values known so far."""
     is_paired: bool = False
-    """Whether the rows of the query and key projections are reordered, so that rotary embedding pairs
+    """Whether the file's query and key projections have their rows reordered, so that rotary embedding pairs
     neighbouring dimensions."""
     has_whole_norms: bool = False
-    """Whether norms' scales are stored as used, where Hugging Face's checkpoints store them less 1."""
+    """Whether the file stores norms' scales as they are used, and Hugging Face's checkpoints store most of
+    them less 1."""
     rotates_partly: bool = False
-    """Whether fewer dimensions of a head may rotate than it has."""
+    """Whether rotary embedding may rotate only some of a head's dimensions."""
     sliding_theta: float | None = None
-    """Theta of layers with a window if the file states none; 0: that of the other layers. None: all layers
-    have the same rotary embedding."""
+    """Rotary theta of layers with a window if the file states none for them; 0: that of the other layers.
+    None: config.json has one set of rotary parameters for all layers."""
 
 
 def _with_windows(own: Own, values: Values) -> Values:
@@ -93,14 +96,13 @@ def _with_windows(own: Own, values: Values) -> Values:
 
 
 def _number(value: Any, most: int = 2**16) -> int:
-    """Returns a value of the metadata that is a whole number from 0 to `most`; 0 for any other value, which
-    whoever needs it then refuses."""
+    """Returns a value of the metadata if it is a whole number from 0 to `most`, else 0."""
     return value if type(value) is int and 0 <= value <= most else 0
 
 
 def _gemma(values: Values, largest: int) -> Values:
-    """Returns the square of the divisor of attention scores. The largest model, known by its number of
-    layers, has another one than the size of a head, and no key says so."""
+    """Returns Gemma's `query_pre_attn_scalar`, the square of the divisor of attention scores. It is the size
+    of a head, except in the model with `largest` layers, and no key says so."""
     heads = _number(values["num_attention_heads"])
     is_largest = values["num_hidden_layers"] == largest and heads > 0
     size = _number(values["hidden_size"]) // heads if is_largest else values["head_dim"]
@@ -116,15 +118,15 @@ def _gemma3(own: Own, values: Values) -> Values:
 
 
 def _scoring(own: Own, values: Values) -> Values:
-    """Returns the function of experts' scores, if the file states it."""
+    """Returns config.json's `scoring_func`, or nothing if the file does not state it."""
     scoring = own("expert_gating_func")
     named = {1: "softmax", 2: "sigmoid"}.get(_number(scoring), scoring)
     return {} if scoring is None or scoring == 0 else {"scoring_func": named}
 
 
 def _shares(own: Own, values: Values) -> Values:
-    """Returns how DeepSeek's experts are chosen, and their shares; llama.cpp's defaults for what is not
-    stated."""
+    """Returns config.json's values for the choice of experts and their shares, under DeepSeek's keys. If the
+    file does not state one, llama.cpp's default counts, but `scoring_func` is left out."""
     return {
         **_scoring(own, values),
         "norm_topk_prob": own("expert_weights_norm") or False,
@@ -136,8 +138,8 @@ def _shares(own: Own, values: Values) -> Values:
 
 
 def _latent(own: Own, values: Values) -> Values:
-    """Returns the sizes of latent attention. In files of before April 2025, the lengths are those of the
-    heads that the latents are expanded to."""
+    """Returns the sizes of latent attention, and what `_shares` returns. Files of before April 2025 have no
+    keys that end in "_mla"; their other lengths are those of the heads that latents are expanded to."""
     rotated = _number(own("rope.dimension_count"))
     size = own("attention.key_length_mla") or own("attention.key_length")
     shares = _shares(own, values)
@@ -157,7 +159,8 @@ def _deepseek_v2(own: Own, values: Values) -> Values:
 
 
 def _lfm2(own: Own, values: Values) -> Values:
-    """Returns LFM2's kinds of layers. A layer without KV heads is a convolution."""
+    """Returns LFM2's values of config.json, such as the kinds of layers. A layer without KV heads is a
+    convolution."""
     heads = own("attention.head_count_kv")
     found = {**_scoring(own, values), "norm_eps": values["rms_norm_eps"]}
     if not isinstance(heads, list) or not heads:
@@ -330,7 +333,7 @@ FAMILIES = {
     ),
     "deepseek2": Family("DeepseekV2ForCausalLM", keys=_DEEPSEEK, derived=_deepseek_v2),
 }
-"""Families by `general.architecture`. Files of Mistral say llama, too."""
+"""Families by `general.architecture`, without those that only `family_of` tells apart."""
 _MIXTURE_OF_LLAMA = Family("MixtralForCausalLM", _MIXTRAL, _LOCAL, is_paired=True)
 _OLMO3 = Family("Olmo3ForCausalLM", derived=_with_windows, sliding_theta=0)
 _DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", keys=_DEEPSEEK, derived=_latent)
@@ -339,7 +342,7 @@ _YOUTU = Family("YoutuForCausalLM", derived=_latent)
 
 def family_of(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Family | None:
     """Returns the family of a file; None: it is not supported. Some architectures stand for several families,
-    which other keys tell apart.
+    which other keys or tensors tell apart.
 
     Args:
         metadata: the file's.

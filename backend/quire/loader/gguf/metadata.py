@@ -15,27 +15,28 @@ from quire_common.errors import shown
 from quire_common.gguf_file import GGUFError, GGUFFile
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor with divisors of the rotary frequencies: llama3 scaling as the converter computed it."""
+"""Name of the tensor with divisors of the rotary frequencies, such as llama3 scaling gives."""
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
-"""Tensors with divisors of longrope's frequencies, by their keys in config.json."""
+"""Names of the tensors with divisors of longrope's frequencies, by their keys in config.json."""
 _UNSUPPORTED_SCALING = {
     "attn_factor": 1,
     "yarn_attn_factor": 1,
     "yarn_ext_factor": 1,
     "yarn_log_multiplier": 0,
 }
-"""Keys of rotary scaling that are not supported, without their prefix, and the value of each that has no
-effect."""
+"""Keys of rotary scaling, without their prefix, and for each the value that has no effect. Another value is
+usually refused; `_scaling` has the exceptions."""
 _ENDS = frozenset((
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|eot_id|>", "<|eom_id|>",
     "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
     "<|return|>", "<|call|>",
 ))  # fmt: skip
-"""Names of tokens that end a generation even if the file does not say so. llama.cpp recognises them by these
-names."""
+"""Texts of tokens that end a generation even if the file does not say so; in gpt-oss, "<|end|>" does not.
+llama.cpp recognises them by these texts."""
 
 _WITHOUT_EFFECT = ("vocab_size", "attention.value_length", "expert_shared_feed_forward_length")
-"""Keys of an architecture that are not read, because the tensors' shapes say the same and are checked."""
+"""Keys of an architecture that most families do not read, because the tensors' shapes say the same and are
+checked."""
 
 _TYPE_TO_DTYPE = {
     GGMLQuantizationType.F32: "float32",
@@ -45,11 +46,11 @@ _TYPE_TO_DTYPE = {
 
 
 def open_gguf(file: Path) -> GGUFFile:
-    """Reads a file's head.
+    """Reads the head of a GGUF file, with those of all its parts.
 
     Raises:
-        CheckpointError: the file cannot be read, is no GGUF file, is truncated or of an unknown version, or
-            names no general.architecture.
+        CheckpointError: a part is missing, broken or of an unknown version, or the file names no
+            general.architecture.
     """
     try:
         opened = GGUFFile.open(file)
@@ -61,7 +62,8 @@ def open_gguf(file: Path) -> GGUFFile:
 
 
 def read_gguf_config(file: Path) -> HFConfig:
-    """Returns config.json's keys, read from GGUF metadata; raises CheckpointError."""
+    """Returns a GGUF file's metadata under the keys of config.json. Raises CheckpointError if the file is
+    broken or not supported."""
     opened = open_gguf(file)
     tensors, stated = opened.tensors, _Stated(opened)
     family = family_of(opened.metadata, tensors)
@@ -111,7 +113,7 @@ def num_layers(own: Own) -> Any:
 
 
 class _Stated:
-    """A file's metadata, which records the keys that were read."""
+    """Returns values of a file's metadata, and records which keys were asked for."""
 
     def __init__(self, opened: GGUFFile) -> None:
         self._metadata = opened.metadata
@@ -123,21 +125,22 @@ class _Stated:
         return self._metadata.get(key, default)
 
     def own(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a key of the architecture, named without it."""
+        """Returns the value of a key that begins with the architecture, named without the architecture; the
+        default if the file does not state it."""
         return self(f"{self.arch}.{name}", default)
 
     def unused(self) -> tuple[str, ...]:
-        """Returns the keys of the architecture that were never read, without those of _WITHOUT_EFFECT."""
+        """Returns the keys that begin with the architecture and were not asked for, without those of
+        _WITHOUT_EFFECT."""
         read = {*self._asked, *(f"{self.arch}.{name}" for name in _WITHOUT_EFFECT)}
         return tuple(key for key in self._metadata if key.startswith(f"{self.arch}.") and key not in read)
 
 
 def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
-    """Returns the dtype name of activations, keys and values. If no tensor is quantised, it is the
-    embedding's type.
+    """Returns the `dtype` for config.json. If all tensors are F32, F16 or BF16, it is the embedding's type.
 
-    A file with quantised tensors gives bfloat16. Its weights have lost more precision than bfloat16 takes
-    from activations, and 16-bit keys and values are read in half the time of float32.
+    Any other file gives bfloat16. Quantised weights have lost more precision than bfloat16 takes from
+    activations, and 16-bit keys and values are read in half the time of float32.
     """
     is_plain = all(tensor.kind in _TYPE_TO_DTYPE for tensor in opened.tensors.values())
     return _TYPE_TO_DTYPE[kind] if is_plain else "bfloat16"
@@ -172,7 +175,8 @@ def _rope(opened: GGUFFile, stated: _Stated, family: Family) -> dict[str, Any]:
 
 
 def _scaling(opened: GGUFFile, stated: _Stated, is_latent: bool) -> dict[str, Any]:
-    """Returns the parameters of rotary scaling; raises CheckpointError."""
+    """Returns the parameters of rotary scaling; empty: there is none. Raises CheckpointError if it is not
+    supported."""
     own = stated.own
     if opened.tensors.keys() >= set(LONG_FACTORS.values()):
         return {

@@ -20,7 +20,7 @@ from quire_kernels.weights import JoinedLinear, PackedLinear
 
 
 class _Run(NamedTuple):
-    """Neighbouring parts of a layer that the file stores in the same type."""
+    """Neighbouring parts of a layer that have blocks of the same type, or all plain numbers."""
 
     names: list[str]
     sizes: list[int]
@@ -28,15 +28,15 @@ class _Run(NamedTuple):
     kind: GGMLQuantizationType | None
     """Type of the blocks; None: plain numbers."""
     memory: torch.Tensor
-    """uint8 [out_features, bytes of a row] for blocks; [out_features, in_features] of x's type for plain
-    numbers. The rows of one part follow those of the part before."""
+    """uint8 [out_features, bytes of a row] for blocks; [out_features, in_features] of the layer's type for
+    plain numbers. The rows of one part follow those of the part before."""
 
 
 @dataclass(frozen=True)
 class BlockTensors:
     """Weights of a layer of which at least one part is stored in blocks; other parts may be plain tensors.
 
-    Neighbouring parts of the same type become one matrix.
+    Neighbouring parts with blocks of the same type become one matrix, and so do those of plain numbers.
     """
 
     runs: list[_Run]
@@ -92,12 +92,12 @@ class BlockTensors:
 
 @dataclass(frozen=True)
 class GGUFScheme:
-    """Scheme for GGUF files. A matrix stays in the file's blocks if there are operators for its type; any
-    other matrix becomes plain numbers."""
+    """Scheme for GGUF files. A matrix that `kinds` names usually stays in the file's blocks; any other matrix
+    becomes plain numbers."""
 
     file: Path
     kinds: Mapping[str, GGMLQuantizationType]
-    """Block type, one of BLOCK_KINDS, of each matrix that stays in blocks, by its Hugging Face name."""
+    """Block type, one of BLOCK_KINDS, of each matrix that can stay in blocks, by its Hugging Face name."""
     input_multiple: int = 1
 
     @property

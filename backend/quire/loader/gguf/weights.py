@@ -1,4 +1,4 @@
-"""Reads tensors of a GGUF file under Hugging Face's names, in their blocks or decoded one at a time."""
+"""Reads tensors of a GGUF file under Hugging Face's names, as they are stored or decoded one at a time."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ _PLAIN = {
 
 
 def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
-    """Yields the tensors of one file, except divisors of rotary frequencies, under Hugging Face's names. A
-    tensor without such a name keeps its own.
+    """Yields the tensors of one file under Hugging Face's names. A tensor without such a name keeps its own.
+    Divisors of rotary frequencies and layers for multi-token prediction are left out, and some tensors are
+    split or joined.
 
     Args:
         file: one of `opened.files`.
         opened: the GGUF file of which `file` is a part.
-        keeps_blocks: whether matrices of the types in BLOCK_KINDS are given as uint8 [rows, bytes of a row].
+        keeps_blocks: whether matrices that can stay in their blocks are given as uint8 [rows, bytes of a
+            row].
 
     Raises:
         CheckpointError: a tensor of experts does not fit the metadata. A tensor of an unknown type raises it
@@ -103,7 +105,8 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
 
 def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
     """Yields a file's tensors, without those of layers for multi-token prediction. A tensor of all experts of
-    a layer ("..._exps") is split into one per expert, named as in older files. Raises CheckpointError."""
+    a layer ("..._exps") is split into one per expert, named as in older files. Raises CheckpointError if it
+    does not fit the metadata."""
     own = partial(_own, opened)
     stated, count, behind = own("expert_count"), num_layers(own), own("nextn_predict_layers")
     skipped = range(count, count + behind) if type(count) is type(behind) is int else ()
@@ -133,8 +136,9 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
 
 
 def _joined(opened: GGUFFile, stored: StoredTensor) -> list[NamedTensor] | None:
-    """Returns `kv_b_proj` in place of its part for keys, which the file holds transposed, and nothing in
-    place of that for values; None: the tensor is neither of these."""
+    """Returns the tensors in place of a part of `kv_b_proj`: the whole of it for the part for keys, which the
+    file holds transposed, and none for the part for values. None: the tensor is neither part, or the two do
+    not fit together."""
     name, _, end = stored.name.partition(".attn_")
     parts = [opened.tensors.get(f"{name}.attn_{part}_b.weight") for part in "kv"]
     if end not in ("k_b.weight", "v_b.weight") or None in parts:
@@ -200,8 +204,8 @@ def _has_blocks(opened: GGUFFile, stored: StoredTensor) -> bool:
 
 
 def _delta_changes(opened: GGUFFile) -> dict[str, _Change]:
-    """Returns what undoes the converter's changes of gated DeltaNet's tensors, by their names in a layer. It
-    puts value heads of the same key head as far apart as there are key heads."""
+    """Returns functions that undo the converter's changes of gated DeltaNet's tensors, by their names in a
+    layer. The converter puts value heads of the same key head as far apart as there are key heads."""
     names = ("group_count", "time_step_rank", "state_size", "inner_size")
     sizes = [_own(opened, f"ssm.{name}") for name in names]
     if "ssm_out" not in _family(opened).names or any(type(one) is not int or one < 1 for one in sizes):
@@ -242,7 +246,7 @@ def _decode(
 
 
 def _less_one(scale: torch.Tensor) -> torch.Tensor:
-    """Returns a norm's scale as Hugging Face's checkpoints store it."""
+    """Returns a norm's scale less 1, as Hugging Face's checkpoints of some families store it."""
     return scale.float() - 1
 
 

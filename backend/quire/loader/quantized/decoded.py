@@ -89,7 +89,7 @@ def in_groups(
     group: int | None,
     g_idx: torch.Tensor,
 ) -> Decoded:
-    """Makes a matrix as `grouped` does. Here g_idx, int32 [in_features], gives the group of each input.
+    """Decodes a matrix as `grouped` does. Here g_idx, int32 [in_features], gives the group of each input.
 
     Columns are sorted by group, so that each group's columns are adjacent, as the kernels need. The inputs
     must then be reordered too, which costs little compared with the product.

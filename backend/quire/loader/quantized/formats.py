@@ -17,7 +17,8 @@ from quire_kernels.weights import FP8, W8A8_GROUP, QuantizedRows
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Positions in an AWQ word of output features 0 to 7."""
 BNB_BLOCK, BNB_NESTED_BLOCK = 64, 256
-"""Weights that share a scale, and scales that share a scale, as transformers configures bitsandbytes."""
+"""Number of weights that share a scale, and of scales that share a scale, as transformers configures
+bitsandbytes."""
 Tensors = Mapping[str, torch.Tensor]
 """Tensors of one part of a layer, by the suffixes of its slots."""
 
@@ -41,14 +42,16 @@ class Format(Protocol):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Types of the devices whose kernels read weights packed in about their stored size. On other
-        devices, weights are dequantised to the inputs' type."""
+        """Types of the devices whose kernels usually read weights packed in about their stored size. On other
+        devices, weights are dequantised."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
-        """Yields all stored tensors of a part; raises ValueError for sizes that the format cannot store."""
+        """Yields a slot for each stored tensor of a part that is read. Raises ValueError for sizes that
+        the format cannot store."""
 
     def decode(self, tensors: Tensors) -> Decoded:
-        """Decodes a part's tensors into its weights; raises ValueError if they contradict each other."""
+        """Decodes a part's tensors into its weights. If they contradict each other, this may raise an error,
+        such as ValueError."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class AWQ:
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     group: int | None
-    """Inputs that share a scale; None: all inputs."""
+    """Number of inputs that share a scale; None: all inputs."""
     is_gemv: bool = False
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
@@ -118,7 +121,7 @@ class GPTQ:
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     bits: int
     group: int | None
-    """Inputs that share a scale; None: all inputs."""
+    """Number of inputs that share a scale; None: all inputs."""
     zero_offset: int
     """Number added to stored zeros: 1, or 0 in gptq_v2."""
 
@@ -150,7 +153,7 @@ class PackedIntegers:
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     bits: int
     group: int | None
-    """Inputs that share a scale; None: all inputs."""
+    """Number of inputs that share a scale; None: all inputs."""
     is_symmetric: bool
     has_order: bool
     """Whether any inputs may share a group."""
@@ -194,8 +197,8 @@ class ScaledRows:
     divisor: float = 1.0
     """Divisor of the stored scales."""
     quantized_inputs: bool = False
-    """Whether int8 weights should be multiplied with inputs quantised to int8 (w8a8). That needs in_features
-    to be a multiple of W8A8_GROUP."""
+    """Whether int8 weights should be multiplied with inputs quantised to int8 (w8a8). That needs a CPU, and
+    in_features that are a multiple of W8A8_GROUP."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -263,7 +266,8 @@ class WholeIntegers:
 
 @dataclass(frozen=True)
 class ScaledBlocks:
-    """FP8 weights with a scale per block of outputs and inputs: 128 x 128 (DeepSeek) or 1 x 32 (MXFP8)."""
+    """FP8 weights with a scale per block of outputs and inputs, such as 128 x 128 (DeepSeek) or 1 x 32
+    (MXFP8)."""
 
     devices: ClassVar[tuple[str, ...]] = ()
     block: tuple[int, int]
@@ -302,7 +306,7 @@ class FP4:
     tensor_scale: str | None = None
     """Suffix of the name of the scale for all weights; None: MXFP4, which has none."""
     is_divisor: bool = False
-    """Whether the weights are divided by that scale instead of multiplied."""
+    """Whether the weights are divided by the scale for all weights instead of multiplied by it."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
