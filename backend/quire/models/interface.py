@@ -92,7 +92,7 @@ class Model(Protocol):
 
         Raises:
             CheckpointError: a value is missing, wrong or not supported. Wrong values may also raise other
-                errors, which the loader turns into a CheckpointError.
+                errors, most of which the loader turns into a CheckpointError.
         """
         ...
 
@@ -250,7 +250,7 @@ class Model(Protocol):
         Args:
             name: one of the names in `weights()`, or the name of a matrix that an adapter changes.
             tensor: the tensor, or the adapter's B [out_features, rank]. The loader also passes an empty
-                tensor. If `convert` returns that very tensor, it leaves tensors of this name as they are.
+                tensor. If `convert` returns that very tensor, tensors of this name need no conversion.
         """
         return tensor
 

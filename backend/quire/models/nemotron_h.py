@@ -1,5 +1,5 @@
-"""Nemotron-H: Mamba-2, attention without rotary embedding, and feed-forward parts with a squared ReLU, some of
-them divided into experts."""
+"""Nemotron-H: Mamba-2, attention without rotary embedding, and feed-forward parts with a squared ReLU. Some
+models have experts."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ ARCHITECTURES = {
     "ModernBertModel": "modernbert",
     "ModernBertForSequenceClassification": "modernbert",
 }
-"""Module of `quire.models` for each architecture of whole models. A new family usually needs one line here and
-one file."""
+"""Module of `quire.models` for each architecture of whole models. A new family usually needs one line here
+and one file."""
 HEADS = {
     "LlamaForCausalLMEagle": "eagle",
     "EagleLlamaForCausalLM": "eagle",
