@@ -28,41 +28,46 @@ from quire_kernels.metadata import AttentionMetadata
 
 @dataclass(slots=True)
 class ForwardInputs:
-    """New tokens of a ragged batch, and the KV cache with the tokens before them."""
+    """Inputs of one forward pass: the new tokens of a ragged batch, and the KV cache with their past."""
 
     input_ids: torch.Tensor
-    """int64 [num_tokens]."""
+    """int64 [num_tokens]: ids of the new tokens. It may be empty for `Model.compute`, which reads no ids."""
     positions: torch.Tensor
-    """int64 [num_tokens]; [3, num_tokens] where a request's positions have three axes (M-RoPE)."""
+    """int64 [num_tokens], or [3, num_tokens] for positions on three axes (M-RoPE)."""
     kv_cache: KVLayers
-    """KV cache. The forward pass writes the new tokens' keys and values into it."""
+    """KV cache. Layers write the new tokens' keys and values, or states, into it. An encoder's layers write
+    nothing."""
     metas: Sequence[AttentionMetadata]
-    """Metadata of each KV group: each sequence's new tokens, and the blocks with its past."""
+    """Metadata for each KV group, in the groups' order: the number of each sequence's new tokens, and the
+    sequence's blocks in that group."""
     rows: torch.Tensor | None = None
-    """int64 [n], ascending: batch rows whose hidden states are returned; None: all rows."""
+    """int64 [n], ascending: indices in the batch of the tokens whose hidden states are returned; None: those
+    of all tokens are."""
     embeds: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64 [n], [n, embeds_size]): batch rows whose embedding is given instead of looked up, and their
-    values. A value row holds the embedding, then what each deepstack level adds."""
+    """(int64 [n], [n, embeds_size]): indices in the batch of the tokens whose embeddings are given instead of
+    looked up, and one row for each of them. A row holds the embedding, then what each deepstack level adds.
+    None: no embedding is given."""
     adapters: AdapterStep | None = None
-    """Adapters of the batch's tokens; None: no token has an adapter."""
+    """Adapters to apply to the batch's tokens; None: none is applied."""
     token_types: torch.Tensor | None = None
-    """int64 [num_tokens]: 1 for tokens of the second text of a pair, else 0; None: all are 0. Decoders ignore
-    it."""
+    """int64 [num_tokens]: 1 from the first token of a pair's second text on, else 0; None: all are 0. Most
+    models ignore it."""
     taps: tuple[int, ...] = ()
     """Indices of layers whose inputs (the residual stream) are wanted beside the result, ascending."""
     tapped: list[torch.Tensor] = field(default_factory=list)
-    """[num_tokens, hidden_size] for each of `taps`, which the forward pass appends."""
+    """Inputs of the layers `taps`, each [num_tokens, hidden_size]. The forward pass appends them."""
 
 
 class Model(Protocol):
-    """Model over a paged KV cache: computes hidden states from token ids, and logits from hidden states.
+    """Interface of a model, by which the worker and the loader use it.
 
-    The worker and the loader use a model by this interface, and a draft head by HeadModel. A model class
-    inherits from `torch.nn.Module` first and from this class second. Methods with a body are defaults.
+    A model computes hidden states of tokens over a paged KV cache, and logits from hidden states. An encoder
+    keeps nothing in the cache and has no logits of tokens. A model class inherits from `torch.nn.Module`
+    first and from this class second, or from a class that does. Methods whose body is `...` have no default.
     """
 
     config: DecoderConfig
-    """The model's shape."""
+    """Shape and switches of the model, or of one tensor-parallel rank's part of it."""
     kv_groups: tuple[KVGroup, ...]
     """KV groups: layers that share a block table. `ForwardInputs.metas` has one AttentionMetadata per
     group."""
@@ -70,27 +75,32 @@ class Model(Protocol):
     """Whether requests may give `image_embeds`. False: the family computes text only."""
 
     has_joint_images: bool = False
-    """Whether the tokens of an image see each other in both directions."""
+    """Whether the tokens of an image see each other in both directions, in some layers or all."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
-        """Makes the model, its weights uninitialised.
+        """Makes the model, with weights that are uninitialised or do not exist yet.
 
         Args:
-            config: shape, from `parse_config`.
-            max_model_len: longest sequence served, in tokens.
+            config: result of `parse_config`, which the loader may have changed.
+            max_model_len: most tokens of a sequence.
             device: device on which the weights are made.
         """
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """Returns the shape that config.json states, read as the family does. Raises CheckpointError; the
-        loader makes one of the other errors that wrong values cause."""
+        """Returns the configuration that config.json, or a GGUF file, means in the model's family.
+
+        Raises:
+            CheckpointError: a value is missing, wrong or not supported. Wrong values may also raise other
+                errors, most of which the loader turns into a CheckpointError.
+        """
         ...
 
     # What a step needs.
 
     def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
-        """Spec of the KV cache: what each layer keeps of a token.
+        """Returns the spec by which the KV cache gives memory to layers with attention. If layers differ, it
+        is the spec of one that needs most bytes.
 
         Args:
             kv_cache_dtype: see `CacheConfig`.
@@ -101,7 +111,8 @@ class Model(Protocol):
         ...
 
     def embed(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Returns the input of the first layer, [num_tokens, embedded_size]."""
+        """Returns what `compute` reads in place of token ids: [num_tokens, `config.embedded_size`]. On
+        transformers' code the second size may be another one."""
         ...
 
     def compute(self, x: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
@@ -110,19 +121,22 @@ class Model(Protocol):
         ...
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Computes the new tokens, and stores their keys and values.
+        """Computes the new tokens, and writes to the KV cache what the model keeps of them.
 
         Returns:
-            [n, hidden_size]: hidden states of `inputs.rows`, or of all tokens, after the final norm.
+            [n, hidden_size]: hidden states of `inputs.rows`, or of all tokens, after the final norm, if there
+            is one.
         """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [n, vocab_size] of hidden states [n, hidden_size] from `forward`."""
+        """Returns float32 logits [n, vocab_size] of hidden states [n, hidden_size], which are results of
+        `forward` or, for a draft head, of `guess`. An encoder raises NotImplementedError."""
         ...
 
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns `ops.argmax` of `compute_logits(hidden)`, int64 [n]; -1 for a row without a best token."""
+        """Returns, for each row of `hidden`, a token with the largest logit: int64 [n]. A row has -1 if its
+        logits hold NaN, or the largest one is not finite."""
         return ops.argmax(self.compute_logits(hidden))
 
     def class_logits(self, pooled: torch.Tensor) -> torch.Tensor:
@@ -131,25 +145,25 @@ class Model(Protocol):
         raise NotImplementedError
 
     def next_tokens(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Returns `best_tokens` of the result of `forward`. A model may do both in one call."""
+        """Returns `best_tokens` of the result of `forward`. A model may compute both in one operator."""
         return self.best_tokens(self.forward(inputs))
 
     @property
     def fed_size(self) -> int:
-        """Numbers per token in what a draft head reads of the target (the result of `HeadModel.fed`); 0: the
-        model is no draft head."""
+        """Number of columns of `HeadModel.fed`'s result, which has a row for each token; 0: the model is no
+        draft head."""
         return 0
 
     @property
     def is_fused(self) -> bool:
-        """Whether one call computes all layers. The runner then records no PromptGraphs, and does without
-        `torch.inference_mode`, which only saves time in each operator."""
+        """Whether one call of an operator computes all layers, for most batches. It is known after `finish`.
+        For a model that is fused, the runner records no PromptGraphs."""
         return False
 
     @property
     def is_encoder(self) -> bool:
-        """Whether tokens see those behind them. The engine then computes each prompt in one step, and
-        generates no tokens."""
+        """Whether the model is an encoder, in which tokens also see later ones. The engine computes each
+        prompt of an encoder in one step, and generates no tokens."""
         return False
 
     @property
@@ -160,7 +174,8 @@ class Model(Protocol):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether steps may be recorded as CUDA graphs."""
+        """Whether the model allows that its steps are recorded as CUDA graphs. The runner may have other
+        reasons not to."""
         return True
 
     def work(self, kv_token_bytes: int) -> ModelWork | None:
@@ -169,20 +184,22 @@ class Model(Protocol):
         return None
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields modules by name, as torch does. Adapters change the Linear layers among them."""
+        """Yields (name, module) pairs, as torch does. Adapters may change most Linear layers among them."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that no module packs, by name, as torch does."""
+        """Yields (name, parameter) pairs, as torch does. Tensors of Linear and Embedding, which are packed,
+        are no parameters."""
         ...
 
     def count_experts(self, counts: ExpertCounts) -> bool:
-        """Adds what happens to offloaded experts from now on to `counts`. False: no expert is offloaded."""
+        """Has offloaded experts add to `counts` what happens to them from now on. Returns whether there are
+        offloaded experts."""
         return False
 
     def take_slots(self) -> None:
-        """Called once, after the model's Linear layers have made their adapter slots. Raises ConfigError if
-        the model does not support adapters."""
+        """Called once, only with `enable_lora`, when the Linear layers that adapters may change have made
+        their adapter slots. Raises ConfigError to refuse adapters."""
 
     # What loading needs.
 
@@ -197,13 +214,13 @@ class Model(Protocol):
             source: file that errors name.
 
         Raises:
-            CheckpointError: tensors are missing, of another shape, or unknown.
+            CheckpointError: the tensors do not fit the model.
         """
         return False
 
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
-        """Yields the modules that have a packed form, by name. The loader packs each one when its weights are
-        filled."""
+        """Yields (name, module) pairs of the modules that the loader packs, once it has filled their
+        weights."""
         return iter(())
 
     def finish(self) -> int:
@@ -212,8 +229,8 @@ class Model(Protocol):
         ...
 
     def packed_bytes(self, device_type: str) -> int:
-        """Estimates the bytes that `finish` will return on this type of device, before any weight is
-        loaded."""
+        """Estimates, before any weight is loaded, the bytes that `finish` will return on this type of
+        device."""
         ...
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
@@ -222,16 +239,18 @@ class Model(Protocol):
         yield stored
 
     def canonical_name(self, name: str) -> str:
-        """Returns the name in `weights()` for a name in the checkpoint."""
+        """Returns the name in `weights()` for a tensor's name in the checkpoint, or from `split`. Names of
+        tensors that the model does not need have results that are not in `weights()`. The loader tries
+        results also with `model.` before them."""
         return name
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Converts a checkpoint's tensor into what the model keeps.
 
         Args:
-            name: one of `weights()`, or the name of a matrix that an adapter changes.
+            name: one of the names in `weights()`, or the name of a matrix that an adapter changes.
             tensor: the tensor, or the adapter's B [out_features, rank]. The loader also passes an empty
-                tensor: if that comes back itself, tensors of this name are kept as they are.
+                tensor. If `convert` returns that very tensor, tensors of this name need no conversion.
         """
         return tensor
 
@@ -242,15 +261,17 @@ class Model(Protocol):
 
 
 class HeadModel(Model, Protocol):
-    """Draft head: a small model that guesses a target's next tokens from the target's hidden states.
+    """Interface of a draft head: a small model that guesses a target's next tokens, from tokens and the
+    target's hidden states.
 
-    Its input i is token i + 1 and the target's hidden state after token i. Its output i predicts token i + 2.
-    Logits are computed from results of `guess`.
+    The head's input i is token i + 1, and what `fed` makes of the target's hidden states of token i. The
+    head's output i predicts token i + 2. Logits are computed from results of `guess`.
     """
 
     def share(self, target: Model) -> None:
-        """Uses the target's embedding, and its output head if the draft head has none of its own. Called
-        once, after the weights are loaded. Raises ConfigError if the head does not fit the target."""
+        """Makes the draft head use the target's embedding and, if it has no output head of its own, the
+        target's. Called once, after the weights of both are loaded. Raises ConfigError to refuse a target
+        that does not fit."""
 
     taps: tuple[int, ...] = ()
     """Indices of the target's layers whose inputs `fed` reads; known after `share`."""
@@ -265,14 +286,14 @@ class HeadModel(Model, Protocol):
         return hidden
 
     def guess(self, inputs: ForwardInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the head, and stores its keys and values.
+        """Computes the draft head, and writes its keys and values to its KV cache.
 
         Args:
             inputs: tokens i + 1, at positions i.
-            hidden: [num_tokens, fed_size]: results of `fed` for tokens i. For tokens that the target has not
-                computed, the head's own result for the token before stands in for them.
+            hidden: [num_tokens, fed_size]: results of `fed` for tokens i. For a draft token, which the target
+                has not computed, the head's result for the input before it stands in.
 
         Returns:
-            [n, hidden_size]: hidden states of `inputs.rows`, or of all tokens.
+            [n, hidden_size]: the head's hidden states for `inputs.rows`, or for all tokens.
         """
         ...

@@ -70,7 +70,8 @@ def _of_heads(rows: torch.Tensor, *, group: int, head_dim: int, first: int, last
 
 
 class InternLM3ForCausalLM(DecoderModel):
-    """InternLM 3: `qkv_bias` applies to query, key and value. `bias` applies to all other linear layers."""
+    """InternLM 3: `qkv_bias` applies to query, key and value. `bias` applies to the other linear layers of a
+    decoder layer."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

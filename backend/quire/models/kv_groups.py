@@ -17,8 +17,9 @@ class KVGroup(NamedTuple):
     """Layers that keep the same kind of past. Layer `layers[i]` has position i in the group's blocks.
 
     Layers with attention keep keys and values of all tokens, or of those in a window. Other layers (linear
-    attention, Mamba-2, short convolutions) keep a state: a fixed number of bytes that each token changes. The
-    states of a group's layers fill one block, however many tokens the request has.
+    attention, Mamba-2, short convolutions) keep a state: a fixed number of bytes that each token changes. One
+    block has room for the states of a group's layers, however many tokens the request has. An encoder has one
+    group, though its layers keep nothing.
     """
 
     window: int | None
@@ -81,16 +82,16 @@ def layers_per_group(groups: Sequence[KVGroup]) -> int:
 def blocks_per_sequence(
     groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int
 ) -> int:
-    """Returns the most blocks that one sequence of `num_tokens` holds at any time, over all groups.
+    """Returns a number of blocks, in all groups together, that a sequence of `num_tokens` never exceeds.
 
     A group with a window holds what the first token of a step sees and what the step's tokens fill: at most
     window - 1 + max_step_tokens positions, which may begin in the middle of a block. The caller must free the
-    blocks before the window before it allocates those of the next step. A state that crosses the end of a
-    block is copied to the next block, so the sequence briefly holds both.
+    blocks before the window before it allocates those of the next step. A state at the end of a block is
+    copied to another block before it changes again, so the sequence briefly holds both.
 
     Args:
         groups: the model's KV groups.
-        num_tokens: prompt and output tokens, all computed.
+        num_tokens: number of prompt and output tokens.
         block_size: tokens per block.
         max_step_tokens: most tokens of one sequence that a step computes.
     """

@@ -1,7 +1,7 @@
-"""KV specs: what a layer keeps of each token.
+"""KV specs: how layers with attention lay out what they keep of tokens.
 
-The pool, block manager, tiers and transfers treat a block as bytes. Only the spec and the layer's operators
-know what these mean.
+The pool, block manager, tiers and transfers treat a block as bytes. The spec and the layers know what these
+mean.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class KVSpec(Protocol):
-    """Layout of one layer's keys and values for the tokens of a block. A pool has one spec for all layers
-    with keys and values; `DecoderLayer.kv_shape` may change its shape for a layer."""
+    """Layout of one layer's keys and values, or latents, for the tokens of a block. A pool has one spec. For
+    a layer whose heads have another number or size, `KVLayers.layer` uses the spec with that shape."""
 
     def layer_bytes(self, block_size: int) -> int:
-        """Returns the bytes of one layer for `block_size` tokens."""
+        """Returns the bytes that one layer needs for `block_size` tokens."""
 
     def view(self, memory: torch.Tensor, block_size: int) -> KVLayer:
         """Returns one layer's part of the pool in the form that its operators read.
@@ -52,8 +52,8 @@ class KVLayers(Protocol):
 class AttentionKV:
     """Spec of a key and a value per token and KV head, with the scales of both if they are quantised.
 
-    In memory, keys lie before values, and each is divided into heads. A quantised head's scales follow its
-    data.
+    In a layer's part of a block, keys lie before values, and each is divided into heads. A quantised head's
+    scales follow its data.
     """
 
     num_kv_heads: int
@@ -86,10 +86,11 @@ class AttentionKV:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """Spec of one vector per token, which serves all heads as key and value: a latent, then a rotated part.
+    """Spec of one vector per token, which stands for the keys and values of all heads: a latent, then the
+    rotated part of the keys.
 
-    (DeepSeek-V2, arXiv 2405.04434.) With sparse attention, the indexer's keys of the block's tokens follow
-    the vectors of all its tokens; see `layers/indexer.py`.
+    (DeepSeek-V2, arXiv 2405.04434.) With sparse attention, a block has room for an indexer's keys of its
+    tokens behind the vectors of all of them; see `layers/indexer.py`.
     """
 
     size: int
@@ -103,7 +104,7 @@ class LatentKV:
         return block_size * (self.size + self.index_size) * self.dtype.itemsize
 
     def view(self, memory: torch.Tensor, block_size: int) -> KVLayer:
-        """See `KVSpec`. Keys and values are views of the same memory."""
+        """See `KVSpec`. Keys and values are views of the same memory, without the indexer's keys."""
         data, token = memory.view(self.dtype), self.size
         shape = (data.shape[0], 2, 1, block_size, token)
         return data.as_strided(shape, (data.stride(0), 0, block_size * token, token, 1))

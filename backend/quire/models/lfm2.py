@@ -1,5 +1,5 @@
-"""LFM2: gated short convolutions in most layers, attention in the others. LFM2-MoE has experts in all but the
-first layers."""
+"""LFM2: gated short convolutions in some layers (in released models, most), attention in the others. LFM2-MoE
+has experts in all layers behind the first `num_dense_layers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.models.states import StatesModel
 from quire_kernels.routing import Routing
 
 _NAMES = ("w1", "w3", "w2")
-"""Names of gate, up and down in checkpoints."""
+"""Names of the gate, up and down projections in checkpoints."""
 
 
 class Lfm2Attention(Attention):
@@ -51,8 +51,9 @@ class Lfm2Layer(DecoderLayer):
 class Lfm2ForCausalLM(StatesModel):
     """`layer_types`, or without it `full_attn_idxs`, says which layers have attention; without both, all do.
 
-    The feed-forward inner size is what the file states if `block_auto_adjust_ff_dim` is false. Otherwise it
-    is two thirds of that, times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
+    The feed-forward inner size is `block_ff_dim` or, without it, `intermediate_size`, if
+    `block_auto_adjust_ff_dim` is false. Otherwise it is two thirds of that, times `block_ffn_dim_multiplier`,
+    rounded up to a multiple of `block_multiple_of`.
     """
 
     layer_class = Lfm2Layer
@@ -117,8 +118,8 @@ class Lfm2ForCausalLM(StatesModel):
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """Experts are chosen by sigmoid scores, plus a bias unless `use_expert_bias` is false. The first
-    `num_dense_layers` layers have no experts. The file must have `layer_types`, and the feed-forward inner
-    size is `intermediate_size`."""
+    `num_dense_layers` layers have no experts, but a feed-forward part of inner size `intermediate_size`. The
+    file must have `layer_types`."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> StatesConfig:

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and every other checkpoint with architecture LlamaForCausalLM."""
+"""Llama 2, 3, 3.1, 3.2 and other models with architecture LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from quire.models.decoder import DecoderModel
 
 
 class LlamaForCausalLM(DecoderModel):
-    """Optional biases on all four attention projections, and on the feed-forward layers."""
+    """Llama: `attention_bias` switches biases on for all four attention projections, `mlp_bias` for the
+    feed-forward layers."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

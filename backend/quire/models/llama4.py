@@ -77,8 +77,8 @@ class Llama4Layer(DecoderLayer):
 
 
 class Llama4ForCausalLM(DecoderModel):
-    """Every fourth layer has full attention without rotary embedding, the others have chunked attention,
-    unless the file says otherwise."""
+    """Llama 4's text model. Every fourth layer has full attention without rotary embedding, the others have
+    chunked attention, unless the file says otherwise."""
 
     layer_class = Llama4Layer
 

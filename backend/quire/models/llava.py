@@ -1,5 +1,5 @@
-"""LLaVA 1.5, NeXT and OneVision, InternVL, Mistral 3: a vision tower, and a text model of a family in
-_TEXT_FAMILIES, which alone is loaded here."""
+"""LLaVA 1.5, NeXT and OneVision, InternVL, Mistral 3: a vision tower and a text model. Only the text model is
+loaded here, and its family must be in _TEXT_FAMILIES."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TEXT_FAMILIES = {
 
 
 class LlavaForConditionalGeneration(VisionLanguageModel):
-    """The text part is the model that `text_config.model_type` names."""
+    """Text part of such a checkpoint: a model of the family that `text_config.model_type` names."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """Reads the text part as its own family does; raises CheckpointError for a family that is not
-        supported."""
+        """Reads the text part as its own family does; raises CheckpointError, also for a family that is not
+        in _TEXT_FAMILIES."""
         name = hf.get("model_type", "llama")
         if name not in _TEXT_FAMILIES:
             supported = ", ".join(_TEXT_FAMILIES)

@@ -1,4 +1,4 @@
-"""Mistral and Ministral: sliding-window attention, in all layers or by `layer_types`. Ministral 3 too."""
+"""Mistral, Ministral and Ministral 3: all, some or none of the layers have sliding-window attention."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _ROPE = {
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
-    """Ministral 3: queries are scaled by position, as in Llama 4. No window unless the file states one."""
+    """Ministral 3: the queries of all layers are scaled by position; see `QueryScaling`. There is no window
+    unless the file states one."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -49,7 +49,7 @@ class ModernBertLayer(nn.Module):
         """Maps [num_tokens, hidden_size] to the same shape.
 
         Args:
-            cos: float32 [num_tokens, head_dim / 2], of the layer's rotary embedding; `sin` likewise.
+            cos: float32 [num_tokens, rotary_dim / 2], of the layer's rotary embedding; `sin` likewise.
             lens: number of tokens of each sequence.
         """
         heads = self.attn["Wqkv"](self.attn_norm(x)).unflatten(1, self.shape)

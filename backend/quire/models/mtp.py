@@ -1,4 +1,5 @@
-"""Heads for multi-token prediction (MTP), which checkpoints of DeepSeek V3's kind hold after the last layer.
+"""Heads for multi-token prediction (MTP), which checkpoints of DeepSeek V3's kind may hold after the last
+layer.
 
 The head is one more decoder layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). It reads the embedding of a
 token beside the model's hidden state before that token, each normed, through one projection (`eh_proj`). The
@@ -22,12 +23,13 @@ from quire_kernels import ops
 
 _KEY = "num_nextn_predict_layers"
 _OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-"""Names, within the head's layer in the checkpoint, of tensors that other layers lack."""
+"""Names, within the head's layer in the checkpoint, of the scales of the two input norms, and of the
+projection's weight."""
 _SHARED = ("embed_tokens.", "shared_head.head.")
 """Beginnings of the names, within the head's layer in the checkpoint, of copies of the model's embedding and
 output head."""
 _UNUSED = "target."
-"""Beginning of the canonical names of tensors that are not the head's."""
+"""Beginning of the canonical names of tensors that the head does not load."""
 
 
 class MTPHead(DecoderHead):
@@ -38,7 +40,8 @@ class MTPHead(DecoderHead):
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """Returns the configuration of the head's one layer. It has experts if any layer of the model has."""
+        """Returns the configuration of the head's one layer. It has experts if the model's configuration
+        does."""
         config = super().parse_config(hf, dtype)
         experts = config.experts and replace(config.experts, layers=(0,))
         return replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1], experts=experts)
@@ -76,7 +79,7 @@ class MTPHead(DecoderHead):
         return "model.norm.weight" if rest == "shared_head.norm.weight" else f"model.layers.0.{rest}"
 
     def ignores(self, name: str) -> bool:
-        """See Model. True for the tensors of the model, and for their copies in the head's layer."""
+        """See Model. True for the tensors of the model, and for copies of them in the head's layer."""
         return name.startswith(_UNUSED) or super().ignores(name)
 
 
@@ -84,7 +87,8 @@ def head_class(hf: HFConfig, family: type[Model]) -> type[MTPHead]:
     """Returns the class of the first MTP head in a checkpoint whose model has class `family`.
 
     Raises:
-        ConfigError: the checkpoint states no head, or the family has none.
+        ConfigError: the checkpoint states no head, or no head of the family is known.
+        CheckpointError: `num_hidden_layers` is missing or wrong.
     """
     if not (issubclass(family, DecoderModel) and family.has_layers_behind):
         raise ConfigError(f"draft_model=mtp: no head of {hf.architecture} is known")

@@ -1,5 +1,5 @@
-"""Nemotron-H: Mamba-2, and attention without rotary embedding in a few layers, between feed-forward layers
-with a squared ReLU or with experts."""
+"""Nemotron-H: Mamba-2, attention without rotary embedding, and feed-forward parts with a squared ReLU. Some
+models have experts."""
 
 from __future__ import annotations
 
@@ -176,10 +176,10 @@ class NemotronHForCausalLM(StatesModel):
 
 @dataclass
 class _Layer:
-    """A Mamba-2 or attention part, and the feed-forward part behind it."""
+    """A Mamba-2 or attention part, and the feed-forward part behind it, if there is one."""
 
     place: int
-    """Number of the first part in the file; that of the other is one more."""
+    """Number of the Mamba-2 or attention part in the file; that of the feed-forward part is one more."""
     mixer: str
     feed_forward: str | None = None
 
@@ -209,7 +209,8 @@ def _layers(hf: HFConfig) -> list[_Layer]:
 
 
 def _refuse_others(hf: HFConfig) -> None:
-    """Raises CheckpointError for activations, attention biases and tied embeddings that are not supported."""
+    """Raises CheckpointError for activations that are not supported, for attention biases and for tied
+    embeddings."""
     for key, only in (
         ("mlp_hidden_act", "relu2"),
         ("mamba_hidden_act", "silu"),
@@ -221,7 +222,7 @@ def _refuse_others(hf: HFConfig) -> None:
 
 
 def _experts(hf: HFConfig, layers: tuple[int, ...]) -> ExpertsConfig | None:
-    """Returns the experts of these layers; None if there are none."""
+    """Reads the configuration of the experts in `layers`; None: `layers` is empty. Raises CheckpointError."""
     if not layers:
         return None
     defaults = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688}

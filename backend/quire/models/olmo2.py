@@ -33,8 +33,8 @@ class Olmo2ForCausalLM(DecoderModel):
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """Three layers with a window, then one without, unless `layer_types` says otherwise. Each kind has its
-    own rotary embedding."""
+    """Three layers with a window, then one without, unless the file says otherwise. Each kind has its own
+    rotary embedding."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

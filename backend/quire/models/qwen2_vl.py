@@ -11,7 +11,7 @@ from quire.models.vision_language import VisionLanguageModel
 
 
 class Qwen2VLForConditionalGeneration(VisionLanguageModel, Qwen2ForCausalLM):
-    """Image tokens have positions in time, height and width."""
+    """The text part of Qwen2-VL or Qwen2.5-VL. Image tokens have positions in time, height and width."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

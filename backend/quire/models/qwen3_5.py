@@ -1,5 +1,5 @@
-"""Qwen3.5: Qwen3-Next's layers, with or without experts. Each projection has a tensor of its own. With a
-tower, positions have three axes (interleaved M-RoPE)."""
+"""Qwen3.5: Qwen3-Next's layers, with or without experts. Checkpoints hold the input projections of gated
+DeltaNet in four tensors instead of two. With a tower, positions may have three axes (interleaved M-RoPE)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 class Qwen3_5ForCausalLM(HybridModel):
     """The text model. Plain rotary embedding stands in for M-RoPE, as positions of text are equal on all
-    axes."""
+    axes. Subclasses with a tower have M-RoPE."""
 
     interleaved = False
 
@@ -37,8 +37,8 @@ class Qwen3_5ForCausalLM(HybridModel):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    """Every layer has experts. A checkpoint stores a layer's experts in two tensors, or each expert in its
-    own."""
+    """Every layer has experts. A checkpoint stores a layer's routed experts together in two tensors, or each
+    expert in three tensors of its own."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> HybridConfig:

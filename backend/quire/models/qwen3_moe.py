@@ -13,8 +13,8 @@ from quire.models.qwen3 import Qwen3ForCausalLM
 
 
 def qwen_experts(hf: HFConfig, num_layers: int, *, gated_shared_size: int = 0) -> ExpertsConfig:
-    """Reads the experts, in every `decoder_sparse_step`th layer except `mlp_only_layers`; raises
-    CheckpointError."""
+    """Reads the configuration of experts, which every `decoder_sparse_step`th layer has, except
+    `mlp_only_layers`. Raises CheckpointError."""
     # transformers 5 writes num_local_experts.
     count_key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
     step, dense = hf.require_int("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])

@@ -1,5 +1,5 @@
-"""Qwen3-Next: by default three layers with gated DeltaNet, then one with gated attention. Layers have
-experts, one of them shared by all tokens."""
+"""Qwen3-Next: by default three layers with gated DeltaNet, then one with gated attention. In layers with
+experts, one more expert computes all tokens."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Qwen3NextForCausalLM(HybridModel):
 
 
 def _state_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers that `layer_types` calls linear_attention. Without that list, these are all but
-    every `full_attention_interval`th layer. Raises CheckpointError."""
+    """Returns the layers that `layer_types` calls linear_attention; without that list, all but every
+    `full_attention_interval`th layer. Raises CheckpointError if one of these keys is wrong."""
     types = hf.get("layer_types")
     if types is None:
         interval = hf.require_int("full_attention_interval", 4)

@@ -13,8 +13,8 @@ from quire.models.interface import Model
 from quire.named_code import load_class
 
 ENTRY_POINTS = "quire.models"
-"""Entry point group in which installed packages offer other models' classes, by their names in
-`architectures`."""
+"""Entry point group in which installed packages offer classes of other models. An entry's name is the model's
+name in `architectures`."""
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
@@ -86,7 +86,8 @@ ARCHITECTURES = {
     "ModernBertModel": "modernbert",
     "ModernBertForSequenceClassification": "modernbert",
 }
-"""Module of `quire.models` for each architecture. A new family needs one line here and one file."""
+"""Module of `quire.models` for each architecture of whole models. A new family usually needs one line here
+and one file."""
 HEADS = {
     "LlamaForCausalLMEagle": "eagle",
     "EagleLlamaForCausalLM": "eagle",
@@ -98,9 +99,10 @@ HEADS = {
 
 
 def with_head(hf: HFConfig) -> HFConfig:
-    """Returns the config under the architecture of the whole model, if it names a decoder without a language
-    model's head: `Qwen3Model`, as embedding models often are, or `Qwen3ForSequenceClassification`. Its
-    embeddings then count as tied to the head. Other configs are returned as they are."""
+    """Returns a config that names an architecture with a language model's head: `Qwen3ForCausalLM` in place
+    of `Qwen3Model`, which embedding models often state, or of `Qwen3ForSequenceClassification`. The
+    embeddings then count as tied to the head. A config with another ending of the name, or whose name with a
+    head is not in ARCHITECTURES, is returned as it is."""
     stem, found, _ = hf.architecture.rpartition(CLASSIFIER)
     name = f"{stem if found else hf.architecture.removesuffix('Model')}ForCausalLM"
     if not hf.architecture.endswith(("Model", CLASSIFIER)) or name not in ARCHITECTURES:
@@ -115,8 +117,8 @@ def _checked(name: str, found: Any) -> type[Model]:
 
 
 def uses_transformers(architecture: str, model_impl: str) -> bool:
-    """Whether transformers code computes an architecture, according to `ModelConfig.model_impl`. Entry
-    points, which come first, and draft heads are not regarded."""
+    """Whether `model_impl` (see `ModelConfig`) means that transformers' code computes an architecture. What
+    comes before `model_impl` is not regarded: `model_class`, entry points and draft heads."""
     return model_impl == "transformers" or (model_impl == "auto" and architecture not in ARCHITECTURES)
 
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on query, key and value."""
+"""Seed-OSS: Llama with biases on query, key and value by default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderModel
 
 
 class SeedOssForCausalLM(DecoderModel):
-    """`attention_out_bias` alone switches the output projection's bias."""
+    """The bias of attention's output projection has a switch of its own, `attention_out_bias`."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -13,7 +13,7 @@ from quire.models.llama import LlamaForCausalLM
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
     """`no_rope_layers` holds 0 for layers without rotary embedding. If a window is switched on, these layers
-    have it, unless `layer_types` names others."""
+    have it, unless `layer_types` says otherwise."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:

@@ -1,4 +1,5 @@
-"""Stacked experts: checkpoint tensors that hold one matrix of every expert of a layer."""
+"""Stacked experts: checkpoint tensors, each with one matrix, or gate and up, of every routed expert of a
+layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StatesModel: a decoder in which some layers keep a state in place of keys and values."""
+"""StatesModel: a decoder in which layers may keep a state in place of keys and values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from quire.roofline import ModelWork
 
 class StatesModel(DecoderModel):
     """Decoder whose configuration is a StatesConfig. On a GPU there are no kernels for states: PyTorch
-    computes Mamba-2 one token at a time, and convolutions one sequence at a time."""
+    computes Mamba-2 and gated DeltaNet one token of each sequence at a time, and convolutions one sequence at
+    a time."""
 
     state_name: str
-    """Name that `_named_modules` gives to the module with a layer's state."""
+    """Name of the module with a layer's state in `StatesModel._named_modules`. A family may rename it
+    there."""
 
     def state_bytes(self, config: DecoderConfig) -> Mapping[int, int]:
         """See DecoderModel."""

@@ -1,9 +1,10 @@
-"""TransformersModel: causal models on transformers' code: those without a model family here, and all with
-`model_impl` transformers.
+"""TransformersModel: causal models that transformers' code computes. With `model_impl` auto, these are models
+without a model family here; with transformers, others too.
 
-transformers' code computes the layers. Their attention runs as `ops.paged_attention` over the paged KV cache,
-through transformers' attention interface. So a model needs no code of its own for continuous batching and
-prefix caching. (vLLM calls this the Transformers modeling backend.)
+transformers' code computes the layers, except those that `pack_layers` replaces. Their attention runs as
+`ops.paged_attention` over the paged KV cache, through transformers' attention interface. So a model needs no
+code of its own for continuous batching and prefix caching. (vLLM calls this the Transformers modeling
+backend.)
 
 Before the weights are read, a forward pass on torch's "meta" device probes the model's attention: which
 modules call the interface, with which shapes, and which positions their masks show. A model that does not fit
@@ -68,21 +69,21 @@ _CANNOT = "cannot run on transformers' code"
 _PASSES_BY = "its attention does not go by the attention interface"
 _MAX_LISTED = 16
 _MOST_POSITIONS = 2**24
-"""Positions among which the probe looks for the end of a window."""
+"""Most positions among which the probing pass looks for the end of a window."""
 _KNOWN = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"))
 """Keyword arguments of an attention call that are obeyed, or have no effect here."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_OF_BATCHES = ("longrope", "dynamic")
 _MOST_LAYERS = 256
-"""Most layers: each takes milliseconds to make. Published models have up to 126."""
+"""Most layers of a model: each takes milliseconds to make. Llama 3.1 405B has 126."""
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""Names of the number of layers in transformers' configurations."""
+"""Keys under which transformers' configurations hold the number of layers."""
 _MOST = 2**24
 """Largest value of a key in config.json that names a size or a number (`*_size`, `num_*`, `n_*`), except the
 number of layers."""
 _LABELS = ("_labels", "2label", "2id")
-"""Ends of the keys about a classifier's labels. They are left out, because transformers would make tables of
-any size from them."""
+"""Ends of the keys about a classifier's labels. These keys are left out, because transformers would make
+tables of any size from them."""
 _STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types of stored tensors that are accepted. Tensors of other types may not hold plain numbers."""
 _TOLERANCE = 0.02
@@ -109,7 +110,7 @@ class TransformersConfig(DecoderConfig):
     """A checkpoint's config.json and the results of the probing pass."""
 
     checkpoint: dict[str, Any]
-    """The keys of config.json."""
+    """Keys and values of config.json."""
     attention: tuple[AttentionShape, ...]
     """Attention of each layer, in the order of the calls."""
     num_parameters: int
@@ -289,8 +290,8 @@ class TransformersModel(nn.Module, Model):
         """See Model.
 
         Raises:
-            CheckpointError: transformers' code fails, or a token's hidden state depends on other tokens in
-                other ways than by attention.
+            CheckpointError: packing or a trial computation fails, or in that computation a token's hidden
+                state changes with another token although attention is off, or is not a number.
         """
         name = type(self.head).__name__
         try:
@@ -371,8 +372,8 @@ class _PagedAttention:
     ) -> torch.Tensor:
         """Writes keys and values to the cache, and computes attention of query [1, num_heads, num_tokens,
         head_dim] and keys and values of the same layout. Returns [1, num_tokens, num_heads, value size].
-        While attention is off (see _Step), the result is a sum of query, key and value, each token's by
-        itself."""
+        While attention is off (see _Step), nothing is written, and the result is a sum of query, key and
+        value, each token's by itself."""
         size, inputs = value.shape[3], self._step.inputs
         if inputs is None:
             key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
@@ -408,7 +409,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers' interface."""
+    """Attention function of steps, for transformers' interface."""
     attention: Any = module.quire_attention
     return attention(query, key, value, scaling, softcap, s_aux), None
 
@@ -479,8 +480,8 @@ def _rope_types(values: Any) -> Iterator[Any]:
 
 
 def _check_sizes(hf: HFConfig) -> None:
-    """Raises CheckpointError for sizes and counts that no model has, before transformers makes tables of that
-    size."""
+    """Raises CheckpointError for sizes and counts that are too large, before transformers makes tables of
+    that size."""
     for key, value in hf.values.items():
         counts = key.endswith("_size") or key.startswith(("num_", "n_"))
         most = _MOST_LAYERS if key in _LAYER_COUNTS else _MOST
@@ -489,7 +490,8 @@ def _check_sizes(hf: HFConfig) -> None:
 
 
 def _check_kinds(hf: HFConfig, found: PreTrainedConfig) -> None:
-    """Raises CheckpointError for models that the configuration alone shows to be unsupported."""
+    """Raises CheckpointError for models that the configuration alone shows to be unsupported, and for wrong
+    numbers of layers or positions."""
     name = hf.architecture
     for key in ("rope_parameters", "rope_scaling"):
         for kind in _rope_types(hf.values.get(key)):
@@ -526,7 +528,7 @@ def _read(values: dict[str, Any]) -> PreTrainedConfig:
 def _made(
     found: PreTrainedConfig, dtype: torch.dtype, device: torch.device, attention: str = _STEP
 ) -> PreTrainedModel:
-    """Makes a model whose weights have arbitrary values."""
+    """Makes transformers' causal model of a configuration, with weights of arbitrary values."""
     experts = {"experts_implementation": _PROBE} if attention == _PROBE else {}
     with device:
         made: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -565,7 +567,8 @@ class _Seen(NamedTuple):
 
 
 def _probe(model: PreTrainedModel) -> _Seen:
-    """Runs the probing pass; raises _Unfit if the model does not fit."""
+    """Runs the probing pass of a model, which cannot compute afterwards. Raises _Unfit if the model does not
+    fit; transformers' code may raise other errors."""
     base: Any = model.base_model
     given, calls = _Given(), list[tuple[nn.Module, AttentionShape]]()
     if base is model:
@@ -651,7 +654,7 @@ def _num_seen(mask_function: Callable[..., torch.Tensor], position: int, last: i
 
 
 _calls: ContextVar[list[tuple[nn.Module, AttentionShape]]] = ContextVar("calls")
-"""Calls that `_look` has recorded."""
+"""Calls that `_look` has recorded in the current probing pass, each with its module."""
 AttentionInterface.register(_STEP, _attend)
 AttentionInterface.register(_PROBE, _look)
 AttentionMaskInterface.register(_PROBE, _look_at_mask)

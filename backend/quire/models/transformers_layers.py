@@ -1,8 +1,8 @@
 """pack_layers: replaces a transformers model's layers by faster equivalents.
 
 Plain linear layers are packed. Norms and gated feed-forward layers are found by the names of their classes or
-parts. Each is replaced only if the faster module gives the same numbers for random inputs, except for
-rounding.
+parts. Such a norm or feed-forward layer is replaced only if the faster module gives the same numbers for
+random inputs, except for rounding.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Norm(nn.Module):
 
 @torch.no_grad()
 def pack_layers(base: Any, head: nn.Module) -> int:
-    """Replaces, in place, layers of a headless model and of its head; see the module's docstring. An
+    """Replaces, in place, layers of a headless model and of its head; see the module's docstring. A plain
     embedding that is tied to the head then looks rows up in the packed head. Returns the bytes of the packed
     weights."""
     table = base.get_input_embeddings()
@@ -93,8 +93,8 @@ def pack_layers(base: Any, head: nn.Module) -> int:
 
 
 def _layers(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yields (parent, name, module) for each module below `parent`. It does not enter modules that the caller
-    replaced."""
+    """Yields (direct parent, name, module) for each module below `parent`. It does not enter modules that the
+    caller replaced."""
     for name, module in list(parent.named_children()):
         yield parent, name, module
         if getattr(parent, name) is module:
@@ -116,8 +116,8 @@ def _packed(*linears: nn.Linear, activation: str | None = None) -> PackedLinear:
 
 
 def _gated(module: Any) -> GatedLayer | None:
-    """Returns a GatedLayer that computes the same as `module`; None: there is none, because `module` is no
-    gated feed-forward layer or computes something else."""
+    """Returns a GatedLayer that computes the same as `module`, except for rounding; None: `module` is no
+    gated feed-forward layer of a known form."""
     parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     function = getattr(module, "act_fn", None)
     if function is None or any(type(part) is not nn.Linear for part in parts):
@@ -132,8 +132,8 @@ def _gated(module: Any) -> GatedLayer | None:
 
 
 def _norm(module: Any) -> Norm | None:
-    """Returns a Norm that computes the same as `module`; None: there is none, because `module` is no RMSNorm
-    or computes something else."""
+    """Returns a Norm that computes the same as `module`, except for rounding; None: `module` is no RMSNorm of
+    a known form."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
@@ -145,8 +145,8 @@ def _norm(module: Any) -> Norm | None:
 
 
 def _is_same(module: nn.Module, made: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether two modules give the same results, except for rounding. They get random rows as wide as the
-    weight: small ones, for which an epsilon matters, and large ones, which a limit would cut."""
+    """Whether two modules give the same results for three random rows as wide as the weight, except for
+    rounding. One row is small, so that an epsilon matters, and one is large, so that a limit would cut it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((1, 3, weight.shape[-1]), generator=generator) * torch.tensor([[1e-3], [1.0], [1e2]])
     expected, found = (one(x.to(weight)).float() for one in (module, made))

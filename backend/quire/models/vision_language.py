@@ -1,4 +1,4 @@
-"""The text part of a vision-language checkpoint. Another Triton model computes the vision part."""
+"""The text part of a vision-language checkpoint. The vision part is left to another Triton model."""
 
 from __future__ import annotations
 
