@@ -205,7 +205,7 @@ class _Config:
         self._ranks = self._patterns("rank_pattern", self._whole)
         self._alphas = self._patterns("alpha_pattern", self._number)
         self._is_rank_stabilised = bool(values.get("use_rslora"))
-        self._layers = self._numbers("layers_to_transform")
+        self._layers = self._numbers("layers_to_transform") or None
 
     def place_of(self, stored: NamedTensor) -> tuple[str, str]:
         """Returns (the layer's name in the form that targets' names have, "A" or "B") for a stored tensor.

@@ -324,15 +324,23 @@ class _Packing:
 
 def fill_randomly(model: Model) -> None:
     """Fills the weights of a model. Vectors of floating-point numbers get 1, vectors of integers 0. Other
-    weights get seeded random numbers, such that products with matrices are about as large as their inputs."""
-    weights = [weight for _, weight, _ in model.weights()]
-    generator = torch.Generator(weights[0].device).manual_seed(0)
-    with torch.no_grad():
-        for weight in weights:
-            if weight.dim() == 1:
-                weight.fill_(1 if weight.is_floating_point() else 0)
-            else:
-                weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+    weights get seeded random numbers, such that products with plain matrices are about as large as their
+    inputs. Matrices of integers, which hold codes of quantised weights, get random bits."""
+    weights = {name: weight for name, weight, _ in model.weights()}
+    generator = torch.Generator(next(iter(weights.values())).device).manual_seed(0)
+    for name, weight in weights.items():
+        prefix, _, suffix = name.rpartition(".")
+        if suffix == "g_idx":  # the group of each input
+            groups = weights[f"{prefix}.scales"].shape[0]
+            weight.copy_(torch.arange(len(weight), device=weight.device) * groups // len(weight))
+        elif weight.dim() == 1:
+            weight.fill_(1 if weight.is_floating_point() else 0)
+        elif weight.is_floating_point():
+            size = weight.shape[1] ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator, device=weight.device) * size)
+        else:
+            limits = (118, 122) if "scale" in suffix else ()  # exponents plus 127
+            weight.random_(*limits, generator=generator)
 
 
 def fill_weights(
