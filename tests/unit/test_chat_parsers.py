@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterable
@@ -112,6 +113,24 @@ def test_reasoning_is_apart_wherever_its_tags_are_cut(case: str) -> None:
         for second in range(first, min(first + 12, len(text))):
             pieces = [text[:first], text[first:second], text[second:]]
             assert parsed(thinking(is_open), pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[THINK]hm[THINK]more[/THINK]hi", Transcript("", "hi", (), "hmmore")),
+        ("[THINK]hm[TOOL_CALLS]now[ARGS]{}", Transcript("", "", (("now", "{}"),), "hm")),
+        ("[THINK]hm[/THINK][TOOL_CALLS]now[ARGS]{}", Transcript("", "", (("now", "{}"),), "hm")),
+    ],
+)
+def test_special_tokens_within_reasoning(text: str, expected: Transcript) -> None:
+    """A call in reasoning that was not closed was lost, and a second opening tag ended the reasoning."""
+    tags = "[THINK]", "[/THINK]"
+    for pieces in ([text], list(text)):
+        sink = AnswerSink(SCHEMAS, (*TOOL_FORMATS["mistral"].markers, *tags), short_ids=True)
+        then = TOOL_FORMATS["mistral"].machine(sink, SCHEMAS)
+        found = parsed(Answer(sink, ThinkSplitter(sink, then, tags), DECODER), pieces)
+        assert dataclasses.replace(found, text="") == expected
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

@@ -9,9 +9,9 @@ from quire.frontend.chat.sink import AnswerSink
 class ThinkSplitter(TextMachine):
     """Parser of the reasoning at the beginning of an answer; another parser gets all text after it.
 
-    The opening tag may be the end of the prompt, or come first in the answer. An opening tag further on is
-    text for the other parser. Line feeds after the opening tag and white space after the closing one are left
-    out.
+    The opening tag may be the end of the prompt, or come first in the answer. Line feeds after the opening
+    tag and white space after the closing one are left out. Reasoning without a closing tag ends before a
+    marker in `sink.hidden`, such as that of a call, which the other parser gets.
 
     Args:
         sink: gets the reasoning.
@@ -63,7 +63,11 @@ class ThinkSplitter(TextMachine):
         self.sink.reason(piece)
         if found is None:
             return False
-        self._at = found.end()
+        if found[0] == self._open_tag:
+            self._at = found.end()
+            return True
+        if found[0] in self._openers:
+            self._at = found.end()
         self.sink.edge()
         return self._close()
 
