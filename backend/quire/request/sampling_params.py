@@ -97,8 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=1024)] = 0
     logit_bias: dict[_Count, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     bad_words: tuple[str, ...] = ()
-    """Words to avoid. The frontend tokenizes them and adds their token ids to `bad_words_ids`, sequences that
-    are not sampled if any other token is possible."""
+    """Words to avoid. The frontend tokenizes them and adds their token ids to `bad_words_ids`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: tuple[str, ...] = ()
@@ -288,9 +287,8 @@ def parse_sampling_params(
     """Validates and merges a request's parameters; the first source that names a parameter wins. A
     temperature that no source names becomes 1 if the default is greedy and a source limits the distribution
     (`top_k` above 1, or `top_p`, `min_p` or `typical_p` between 0 and 1). Else it is 0 with `beam_width` > 1,
-    and else the default. The default of
-    `min_tokens` is lowered to `max_tokens`. A `top_k` of -1 and a `top_p` of 0 mean no limit, and a negative
-    seed counts modulo 2**64.
+    and else the default. The default of `min_tokens` is lowered to `max_tokens`. A `top_k` of -1 and a
+    `top_p` of 0 mean no limit, and a negative seed counts modulo 2**64.
 
     Args:
         sources: mappings of parameter name to raw value, most specific first (typed tensors, JSON object,
