@@ -1,7 +1,4 @@
-"""Loads classes that an operator's configuration names, as "file.py:Class" or "package.module:Class".
-
-Code that no configuration names is not imported here.
-"""
+"""Loads classes that an operator's configuration names, as "file.py:Class" or "package.module:Class"."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from quire.errors import ConfigError, describe
 
 
 def resolved(key: str, where: str, directory: Path) -> str:
-    """Adds the file's absolute path and a digest of its content to a class name "file.py:Class".
+    """Makes the file in a class name "file.py:Class" absolute, and appends a digest of the file's content.
 
-    So models share an engine only if their code is equal. Other names are returned as they are.
+    So models whose files differ do not share an engine. Other names are returned as they are.
 
     Args:
         key: the configuration key, for error messages.
@@ -26,7 +23,7 @@ def resolved(key: str, where: str, directory: Path) -> str:
         directory: directory that must contain the file; relative paths start there.
 
     Raises:
-        ConfigError: the file does not exist, or is not below `directory`.
+        ConfigError: there is no such file below `directory`, after links are followed.
     """
     file, colon, class_name = where.rpartition(":")
     if not (colon and file.endswith(".py")):
@@ -43,7 +40,8 @@ def resolved(key: str, where: str, directory: Path) -> str:
 
 
 def load_class(key: str, where: str) -> Any:
-    """Imports the file or module of a class name and returns the class.
+    """Imports the file or module of a class name and returns the object of that name, which is not checked
+    to be a class.
 
     Raises:
         ConfigError: the class cannot be loaded; names it and says why.

@@ -33,10 +33,10 @@ class NewRequestData:
     num_choices: int = 1
     """Number of tokens to sample when the row first samples: one for each of choices 0, 1, ..."""
     slot: int = -1
-    """Slot of its adapter while it runs; -1: it has none."""
+    """Slot that holds the request's adapter; -1: the request has no adapter."""
     num_prompt_logprobs: int = 0
-    """Number of leading prompt positions for which the engine already has the log-probabilities, from before
-    a preemption. It is ignored unless the request wants `prompt_logprobs`."""
+    """Number of leading prompt positions whose log-probabilities the engine does not need, for example as it
+    has them from before a preemption. It is ignored unless the request wants `prompt_logprobs`."""
 
 
 class ScheduledRequest(msgspec.Struct, gc=False):
@@ -47,16 +47,16 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     num_scheduled_tokens: int
     new_block_ids: list[list[int]]
     """Blocks appended to the request's table since it was last scheduled, per KV group; all of them if `new`
-    is set. -1 is a block outside the window, which is never read."""
+    is set. -1 is an entry without a block, which is never read."""
     samples: bool
-    """Whether the row reaches the request's newest token. A token is then sampled after it, or a pooled
-    prompt is complete."""
+    """Whether the row reaches the request's newest token. The runner then samples after it, unless the prompt
+    is pooled, which is then complete."""
     new: NewRequestData | None = None
     given_token_ids: Sequence[int] = ()
     """Tokens to append that the runner did not sample itself (beam search chose them)."""
     num_drafts: int = 0
-    """Number of drafts at the end of its tokens. One token is sampled after the token before them, and one
-    after each draft that was right."""
+    """Number of drafts at the end of the row's tokens; if the runner's draft model makes them, the most that
+    it may make. The row yields at most one token more than it has drafts."""
     draft_token_ids: Sequence[int] = ()
     """Draft tokens; empty: the runner's draft model makes at most `num_drafts`."""
 
@@ -70,13 +70,13 @@ class KVSave(NamedTuple):
     """Whether the block must stay in the host tier until it is dropped, because it belongs to a swapped
     request."""
     num_clears: int = 0
-    """The tiers' `num_clears` when the save was planned. After a later `clear`, the block is not written
-    unless it is pinned."""
+    """The tiers' `num_clears` when the save was planned. After a later `clear` the block is not written. For
+    a pinned block this number is ignored."""
 
 
 class KVLoad(NamedTuple):
-    """Blocks to copy into the pool in the background; their content is invalid until the load is reported
-    done."""
+    """Blocks to copy into the pool in the background. Nothing may read them before the end of the load is
+    reported."""
 
     load_id: int
     blocks: list[tuple[bytes, int]]
@@ -85,13 +85,13 @@ class KVLoad(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The work of one step, in this order: drop `dropped_request_ids`, save, copy, begin loads, load adapters
-    into slots, compute `scheduled`."""
+    """The work of one step. Blocks are saved first, then copied, then loads begin. `scheduled` is computed
+    last; rows are dropped and adapters are loaded into slots before that."""
 
     step: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     dropped_request_ids: list[str] = field(default_factory=list)
-    """Ids of requests that ended or were preempted since the previous step; the runner drops their rows."""
+    """Ids of requests that ended or were preempted; the runner drops their rows, if it has them."""
     kv_saves: list[KVSave] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to) blocks inside the pool; all sources are read before any target is written."""
@@ -107,7 +107,7 @@ class SchedulerOutput:
 
     @property
     def has_work(self) -> bool:
-        """Whether the runner must get this plan at all."""
+        """Whether the plan has anything for the runner to do."""
         return bool(
             self.scheduled
             or self.dropped_request_ids
@@ -134,22 +134,22 @@ class RowOutput(msgspec.Struct):
     token_ids: list[int] = []
     """Sampled tokens in order, any number."""
     logprobs: list[TokenLogprobs] | None = None
-    """Log-probabilities of each token; None: not wanted."""
+    """Log-probabilities for each of `token_ids`; None: there are none."""
     error: str = ""
     """Error of this row alone (such as logits without a finite entry), which ends its request; empty:
     none."""
     is_final: bool = False
     """Whether nothing can follow the last token, because the request's grammar has ended."""
     error_code: str = ""
-    """Name of the error's Triton status code; empty: INTERNAL."""
+    """Name of the error's Triton status code; empty: INTERNAL, or there is no error."""
     choices: list[RowOutput] = []
-    """Results of choices 1, 2, ... of a row with `num_choices` > 1."""
+    """Results of choices 1, 2, ... in the step in which a row with `num_choices` > 1 first samples."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Log-probabilities of the prompt token after each token that the row computed, without leading ones that
-    are already known. None: not wanted, or none are new."""
+    """Log-probabilities of the prompt tokens that follow tokens of the row, without leading ones that are
+    already known. None: not wanted, or none are new."""
     embedding: bytes = b""
-    """Embedding or scores of the prompt, float32, little endian; empty: not wanted, or the row does not
-    complete the prompt."""
+    """Embedding or scores of the prompt, float32, little endian; empty: not wanted, the row does not complete
+    the prompt, or there is an `error`."""
     num_drafts: int = 0
     """Number of drafts in the row. If the runner made them, it may be less than was asked for."""
 
@@ -167,13 +167,14 @@ class StepTiming:
     phases: list[tuple[str, float, float]]
     """(name, begin, end) of each phase on the runner's thread."""
     device: tuple[float, float] | None = None
-    """Begin of the first kernel and end of the last, on a device that works beside that thread; None: there
-    is none."""
+    """Begin and end of the phases "model" and "sample" on a device that works beside that thread; None: there
+    is no such device, or nothing was computed."""
     limits: DeviceLimits | None = None
 
     @property
     def computing(self) -> tuple[float, float] | None:
-        """Begin and end of the computing phases, on the device or the thread; None: nothing was computed."""
+        """Begin and end of the phases "model" and "sample": `device`, or without it those on the thread.
+        None: nothing was computed."""
         spans = [phase for phase in self.phases if phase[0] in ("model", "sample")]
         return self.device or ((spans[0][1], spans[-1][2]) if spans else None)
 
@@ -183,20 +184,20 @@ NOTHING = RowOutput()
 
 
 class ExpertCounts(msgspec.Struct):
-    """Counts of offloaded experts since start, over all layers; see `max_resident_experts`. A layer needs an
-    expert once per step, for all its tokens."""
+    """Counts of offloaded experts since start, over all layers of a rank; see `max_resident_experts`. A layer
+    needs an expert once per step, for all its tokens."""
 
     num_hits: int = 0
     """Number of times that a layer needed an expert which had a slot."""
     num_misses: int = 0
-    """Number of times that it had none, so that the step waited until it was loaded."""
+    """Number of times that a layer needed an expert without a slot, so that the step waited for its load."""
     num_prefetches: int = 0
     """Number of experts without a slot that the system was asked to read, because their layer would probably
     need them, before the layer was reached."""
     num_prefetch_hits: int = 0
-    """Number of them that the layer needed; a part of `num_misses`."""
+    """Number of the experts in `num_prefetches` that their layer then needed; also part of `num_misses`."""
     num_loaded_bytes: int = 0
-    """Bytes of all experts that were loaded."""
+    """Bytes copied into slots by all loads of experts."""
 
 
 @dataclass(slots=True)
@@ -204,14 +205,13 @@ class ModelRunnerOutput:
     """Results of a step."""
 
     rows: list[RowOutput]
-    """One per scheduled row, in their order."""
+    """Results of the rows in `SchedulerOutput.scheduled`, in the same order."""
     loads_done: list[tuple[int, int]] = field(default_factory=list)
-    """(load id, number of its leading blocks that are valid) of loads that ended since the last step."""
+    """(load id, number of its leading blocks that are valid) of loads that ended since the last report."""
     timing: StepTiming | None = None
     """Times of a step with `is_timed`; None: not wanted, or the runner does not know them."""
     has_caught_up: bool = False
-    """Whether a draft model computed tokens that it lacked, so that the step took longer than its tokens
-    suggest."""
+    """Whether the step took longer than its tokens suggest, because a draft model lacked many tokens."""
     experts: ExpertCounts | None = None
     """Counts of offloaded experts; None: no expert is offloaded."""
 
@@ -246,9 +246,9 @@ class RunnerInfo:
     dtype: str = "float32"
     device: str = "cpu"
     num_threads: int = 0
-    """Number of CPU threads that compute steps; 0: another device computes them."""
+    """Number of CPU threads that compute steps, in each rank; 0: another device computes them."""
     start_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the runner's start, by name."""
+    """Seconds of each phase of the runner's start, or of its latest wake, by the phase's name."""
     work: ModelWork | None = None
     """Least bytes and operations that steps of the model need; None: not known."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
@@ -256,7 +256,8 @@ class RunnerInfo:
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
-    """Output of one step for one choice of a request. Only the choice's last output has a `finish_reason`."""
+    """Output for one choice of a request, usually of one step. An output with a `finish_reason` is the
+    choice's last; one with an `error` is the last of all choices."""
 
     request_id: str
     """Id that was given to the engine, the same for every choice."""
@@ -265,8 +266,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
-    """Number of prompt tokens that were not computed for this choice: those found cached, or, if the choice
-    was forked, all. Set in the first output of a choice."""
+    """Number of prompt tokens taken from the prefix cache or a KV tier at the request's first admission; for
+    a forked choice, all of them. Set in the first output of a choice if that has tokens or an embedding."""
     error: str | None = None
     error_code: str = ""
     """Name of the Triton status code of `error`."""
@@ -279,27 +280,28 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """When the request first ran, in seconds of the scheduler's clock. Set in the first output of a choice,
     and in its last if it was ended from outside; 0: not set, or it never ran."""
     first_token_at: float = 0.0
-    """When the choice's first token was processed, on the scheduler's clock; set in its first output."""
+    """When the choice's first token, or its embedding, was processed, in seconds of the scheduler's clock.
+    Set in the first output of a choice if that has either; 0: not set."""
     num_preemptions: int = 0
-    """How often the choice was preempted or a load of its blocks failed; set with `finish_reason` unless
-    there is an `error`."""
+    """How often the choice lost its blocks by a preemption, a failed load or a failed step; in beam search
+    the most of one beam. Set with `finish_reason` unless there is an `error`."""
     num_draft_tokens: int = 0
-    """Number of draft tokens of the choice that steps have verified so far."""
+    """Number of draft tokens of the choice that steps of this engine have verified so far."""
     num_accepted_drafts: int = 0
-    """Number of draft tokens of the choice that were right so far."""
+    """Number of the draft tokens in `num_draft_tokens` that became output."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Log-probabilities of each prompt token, None for the first token. Set in the first output of a request
-    that wants them, which belongs to choice 0."""
+    """Log-probabilities of each prompt token, None for the first token. Set in the first output of choice 0
+    if the request wants them and that output has tokens."""
     seed: int | None = None
-    """Seed of the request, set in the first output of choice 0. None: another output, or a greedy request
-    that states no seed."""
+    """Seed of the request, set in the first output of choice 0 if that has tokens. None: not set (as in beam
+    search), or a greedy request that states no seed."""
     embedding: bytes = b""
-    """Embedding or scores as in `RowOutput`, set with `finish_reason`; empty: tokens are wanted, or there is
-    an `error`."""
+    """Embedding or scores as in `RowOutput`, set with `finish_reason`; empty: tokens are wanted, or the
+    prompt was not completed."""
 
     def by_token(self) -> Iterator[EngineCoreOutput]:
-        """Yields the same as outputs of one token each; none if there are no tokens. Only the last has
-        `finish_reason`, `stop_reason` and `cumulative_logprob`; all have the other fields."""
+        """Yields this output's tokens, each in an output of its own with the token's log-probabilities. Only
+        the last has `finish_reason`, `stop_reason` and `cumulative_logprob`; all have the other fields."""
         before_end = {"finish_reason": None, "stop_reason": None, "cumulative_logprob": None}
         last = len(self.new_token_ids) - 1
         for at, token_id in enumerate(self.new_token_ids):
@@ -309,10 +311,11 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class WaitingCounts(msgspec.Struct, frozen=True):
-    """Number of waiting sequences by what they wait for; the sum is all of them."""
+    """Number of sequences in the queue by what they wait for; the sum is all of them. Choices that have not
+    forked yet count as one sequence."""
 
     choices: int = 0
-    """Number that wait for other sequences of their own request."""
+    """Number of beams that wait for the other beams of their request."""
     tenant: int = 0
     """Number that wait because their tenant is at its limit of running requests."""
     adapter: int = 0
@@ -325,7 +328,7 @@ class WaitingCounts(msgspec.Struct, frozen=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
-    """State of the scheduler and the block pool after a step, for metrics and traces."""
+    """State of the scheduler and the block pool at one time, for metrics and traces."""
 
     step: int
     num_running: int
@@ -336,17 +339,18 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_preemptions: int
     """Number of preemptions since start."""
     num_scheduled_tokens: int
-    """Number of tokens computed since start, recomputation included."""
+    """Number of tokens in the steps planned since start, drafts and recomputation included."""
     num_cached_tokens: int = 0
-    """Number of tokens since start that new requests found in the prefix cache or in a KV tier, so that they
-    were not computed."""
+    """Number of tokens since start that requests took from the prefix cache or a KV tier when they were first
+    admitted."""
     num_cached_blocks: int = 0
     """Number of blocks without references whose content is cached."""
     num_pinned_blocks: int = 0
     num_swaps: int = 0
-    """Number of preemptions since start that moved the blocks to the host tier."""
+    """Number of preemptions since start with a planned move of the blocks to the host tier."""
     num_loaded_tokens: int = 0
-    """Number of tokens since start that were loaded from KV tiers instead of computed, also after swaps."""
+    """Number of tokens since start that need not be computed, thanks to complete loads from KV tiers, also
+    after swaps."""
     num_recomputed_tokens: int = 0
     """Number of tokens since start that were computed again after a preemption."""
     num_queried_tokens: int = 0
@@ -355,10 +359,10 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     """Number of draft tokens that steps verified since start."""
     num_accepted_drafts: int = 0
-    """Number of these draft tokens that were right."""
+    """Number of these draft tokens that became output."""
     num_batch_rows: int = 0
-    """Number of rows in the latest step that had any; 0 if there is no request. `num_batch_tokens` is the
-    number of that step's tokens."""
+    """Number of rows in the latest step that had any; `num_batch_tokens` is the number of its tokens. Both
+    are 0 while no request is unfinished."""
     num_batch_tokens: int = 0
     num_loading: int = 0
     """Number of requests whose blocks are being loaded from a KV tier, including some that have ended."""
@@ -368,7 +372,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_adapter_hits: int = 0
     """Number of requests since start that found their adapter in a slot when they began."""
     num_adapter_loads: int = 0
-    """Number of adapters loaded into slots since start."""
+    """Number of loads of adapters into slots since start."""
     num_adapter_evictions: int = 0
     """Number of adapters since start that were replaced in their slot by another."""
     experts: ExpertCounts = msgspec.field(default_factory=ExpertCounts)
@@ -377,8 +381,8 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Output of one choice of a request for its caller: a delta, or the whole output if it does not
-    stream."""
+    """Output of one choice of a request for its caller: what came since the choice's previous output, or all
+    of it so far."""
 
     request_id: str
     text: str
@@ -394,30 +398,31 @@ class RequestOutput:
     index: int = 0
     cumulative_logprob: float | None = None
     reasoning: str = ""
-    """The model's reasoning before its answer, separate from `text` if its format is known."""
+    """Text of the model's reasoning, which is then not in `text`; empty if the answer is not parsed for
+    reasoning."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """Tool calls as OpenAI's deltas: pieces of a call have its index; the first piece has its id and name."""
     item: int = 0
     """Index of the prompt that the choice belongs to, for a request with several prompts."""
     num_reasoning_tokens: int = 0
-    """Number of tokens of the choice so far after the opening reasoning tag, up to and including the closing
-    tag."""
+    """Number of reasoning tokens of the choice so far, without the opening tag and with the closing tag; 0 if
+    the answer is not parsed for reasoning."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Log-probabilities of each prompt token, None for the first token; set only in the first output of
     choice 0."""
     embedding: bytes = b""
     """Embedding or scores as in `EngineCoreOutput`."""
     others: list[RequestOutput] = field(default_factory=list)
-    """Choices 1, 2, ... of the same request, if several were wanted (`quire.LLM`)."""
+    """Choices 1, 2, ... of the same request; only `quire.LLM` sets them."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def after(self, before: RequestOutput | None) -> RequestOutput:
-        """Appends this delta to `before` and returns this object, which then holds the whole. Joins text,
+        """Appends this delta to `before` and returns this object, which then holds both. Joins text,
         reasoning, tool calls, token ids and log-probabilities; all other fields stay this delta's. `before`
-        must not be used again."""
+        must not be used again; None: this delta is the first."""
         if before is None:
             return self
         self.text = before.text + self.text

@@ -16,7 +16,7 @@ from quire.request.scheduling_params import SchedulingParams
 END_TOKEN = -1
 _SCHEDULING = SchedulingParams()
 _OWN = 1 << 62
-"""Smallest block number that belongs to one stream alone; those of prefixes and traces are below 2**53."""
+"""Smallest block number that belongs to one stream alone; numbers in `hash_ids` must be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,16 @@ class Arrival:
     """Arrival time in seconds since the beginning."""
     num_prompt_tokens: int
     num_output_tokens: int
-    """Number of output tokens. The last one is an end token, unless the request's limit ends it there."""
+    """Number of output tokens of a choice that no limit ends earlier. The last of them is END_TOKEN, unless
+    this number equals `max_tokens`."""
     stream: int = 0
-    """Number of the content after `hash_ids`, below 2**30; requests with equal content have the same
-    number."""
+    """Number of the content after `hash_ids`, below 2**30; requests with the same number have equal content
+    there."""
     hash_ids: Sequence[int] = ()
     """Numbers of the content of the leading blocks of `block_size` tokens each, prompt and output."""
     block_size: int = 16
-    """Tokens per block of `hash_ids`; at most the engine's block size, because content does not differ inside
-    a block."""
+    """Tokens per block of `hash_ids`. It must be at most the engine's block size, because contents of a block
+    differ only in its last token."""
     scheduling: SchedulingParams = _SCHEDULING
     """Scheduling parameters; their deadlines are seconds since the beginning."""
     max_tokens: int | None = None
@@ -45,7 +46,7 @@ class Arrival:
     """Number of choices (n)."""
 
     def token_at(self, position: int, choice: int = 0) -> int:
-        """Returns the token at a position; choices differ in their generated tokens."""
+        """Returns the token at a position. Choices differ in the last tokens of generated blocks."""
         block, offset = divmod(position, self.block_size)
         if offset + 1 < self.block_size:
             return offset
@@ -65,7 +66,8 @@ class Arrival:
         return tokens
 
     def sampled_token(self, position: int, choice: int = 0) -> int:
-        """Returns the same as `token_at`, but END_TOKEN where the output ends before its limit."""
+        """Returns the same as `token_at`, but END_TOKEN for the last of `num_output_tokens` tokens, unless
+        that number equals `max_tokens`."""
         ends = position + 1 == self.num_prompt_tokens + self.num_output_tokens
         if ends and self.num_output_tokens != self.max_tokens:
             return END_TOKEN

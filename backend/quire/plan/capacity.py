@@ -23,13 +23,13 @@ from quire.worker.model_runner import check_attention_backend
 from quire_kernels.ranks import Ranks
 
 GPU_CONTEXT_BYTES = 2**29
-"""Bytes that CUDA occupies on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
+"""Bytes that CUDA is assumed to occupy on a GPU before anything is loaded."""
 ENGINE_BYTES = 160 * 2**20
-"""Bytes of host memory that an engine's process has and the planning process lacks, beside weights and cache;
-measured."""
+"""Estimated bytes of host memory that an engine's process has and the planning process lacks, beside weights
+and cache; from measurements."""
 ROUNDS = 8
-"""Number of requests that a simulated client sends one after the other. The first ones do not count in the
-times to first token."""
+"""Number of simulated requests per client. The first requests, one per client, do not count in the times to
+first token."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Capacity:
     max_model_len: int
     """Most tokens of prompt and output together."""
     weight_bytes: int
-    """Bytes of the weights, including the slots for adapters and the draft model."""
+    """Estimated bytes of the weights in memory, including the slots for adapters and the draft model."""
     workspace_bytes: int
     """Estimated memory for the largest step: activations of all its tokens, and logits of all its
     sequences."""
@@ -82,8 +82,8 @@ def predict(
             which is always among them.
 
     Raises:
-        CheckpointError: as the engine would.
-        ConfigError: as the engine would: there is too little memory, or a limit is exceeded.
+        CheckpointError: the checkpoint is broken or not supported.
+        ConfigError: as the engine would, for example if there is too little memory.
     """
     device = torch.device(device_type)
     ranks = Ranks(0, config.model.tensor_parallel_size)
@@ -131,12 +131,11 @@ def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.devi
 
 
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
-    """Returns the estimated bytes of the largest step. Each of its `max_num_batched_tokens` tokens has three
-    vectors of the hidden size, queries and attention outputs, keys and values, and three vectors of the inner
-    size. The float32 logits of `max_num_seqs` rows count twice.
+    """Returns an estimate of the bytes of the largest step. Each of its `max_num_batched_tokens` tokens is
+    taken to have three vectors of the hidden size, queries and attention outputs, keys and values, and three
+    vectors of the inner size. The float32 logits of `max_num_seqs` rows count twice.
 
-    With experts, it includes the inputs and intermediate values of all experts of a token, because they are
-    computed together.
+    With experts, the estimate includes the inputs and intermediate values of all experts of each token.
     """
     limits = config.scheduler
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -149,8 +148,8 @@ def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """Latency limits for a workload; None: no limit. 95 % of the requests must meet `ttft_ms`, and 95 % of
-    the tokens `itl_ms`."""
+    """A workload of equal requests and its latency limits; None: no limit. The 95th percentile of the times
+    to first token must not exceed `ttft_ms`, and that of the gaps between tokens `itl_ms`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -160,8 +159,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Advice:
-    """Latencies and throughput of clients that send requests without a pause. Latencies are 95th percentiles
-    in milliseconds."""
+    """Simulated latencies and throughput of clients that send one request after another. Latencies are 95th
+    percentiles in milliseconds."""
 
     concurrency: int
     """Most clients at a time, up to `max_num_seqs`, for which the target is met; 0: not even one."""
@@ -171,8 +170,8 @@ class Advice:
 
 
 def advise(config: EngineConfig, capacity: Capacity, cost: CostModel, target: Target) -> Advice:
-    """Finds the most clients at a time, up to `max_num_seqs`, for which a target is met, by the real
-    scheduler with a cost model.
+    """Finds the most clients at a time, up to `max_num_seqs`, for which a target is met. The search is a
+    bisection; each try runs the real scheduler with a cost model.
 
     The returned figures are for that number of clients, or for one client if even that misses the target.
 

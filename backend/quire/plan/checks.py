@@ -1,4 +1,4 @@
-"""Checks of configurations: reports all problems at once, each with the names of its keys."""
+"""Checks of configurations: reports all the problems that are found, not only the first."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Planned:
 
     name: str
     config: EngineConfig | None = None
-    """Configuration from the keys that are valid; None: its file cannot be read, or no checkpoint is
-    found."""
+    """Configuration from the keys that are valid, perhaps without some that need others; None: there is none,
+    and `problems` says why."""
     problems: list[str] = field(default_factory=list)
-    """Reasons why an engine would not start."""
+    """Reasons why an engine would not start, or why it cannot be planned."""
     advice: list[str] = field(default_factory=list)
     """Warnings, which do not prevent an engine from starting."""
 
@@ -34,11 +34,11 @@ def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
 
     Args:
         path: the path to read.
-        settings: keys that replace those in the files.
+        settings: keys that take precedence over those in the files.
 
     Raises:
         ConfigError: the path is none of these.
-        CheckpointError: a checkpoint's directory holds several GGUF files.
+        CheckpointError: the path is a directory without config.json that holds several GGUF files.
     """
     if not path.exists():
         raise ConfigError(f"{path}: does not exist")
@@ -104,8 +104,8 @@ def _planned(name: str, values_of: Callable[[], dict[str, Any]], settings: Mappi
 
 
 def _contradictions(config: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """Yields the text of each conflict between keys, or between a key and the machine, and whether it stops
-    an engine."""
+    """Yields conflicts between keys, or between a key and the machine: whether the conflict stops an engine,
+    and its text."""
     model, cache, limits = config.model, config.cache, config.scheduler
     tokenizer = Path(model.tokenizer)
     if model.tokenizer and not tokenizer.exists():

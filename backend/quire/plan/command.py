@@ -52,9 +52,9 @@ def plan(
     """Check configurations and predict their capacity; loads nothing.
 
     PATH is a checkpoint (a directory, a .gguf file, or a hub's OWNER/NAME[/FILE.gguf|:TYPE][@REVISION], which
-    is fetched), a quire.json, a model of a repository, or a repository. The exit status is 1 where an engine
-    would not start. With --cost, it says how many clients at a time can be served, within a target
-    (--ttft-ms, --itl-ms) if there is one.
+    is fetched), a quire.json, a model of a repository, or a repository. The exit status is 1 where there is a
+    problem, such as one for which an engine would not start. With --cost, the plan says how many clients at a
+    time can be served, within a target (--ttft-ms, --itl-ms) if there is one.
     """
     if (ttft_ms is not None or itl_ms is not None) and cost is None:
         raise click.UsageError("--ttft-ms and --itl-ms need a model of steps' times: --cost")
@@ -85,8 +85,8 @@ def _document(
     cost: str | None,
     target: Any,
 ) -> dict[str, Any]:
-    """Returns the part of the JSON document about capacity and clients; empty if that cannot be predicted.
-    Adds problems and advice to those of `planned`."""
+    """Returns the part of the JSON document about capacity and clients, as far as they can be predicted. Adds
+    problems and advice to those of `planned`."""
     from quire.plan.capacity import advise, predict
     from quire.worker.kv_cache import DeviceMemory
     from quire.worker.model_runner import resolve_device

@@ -17,9 +17,9 @@ class CostModel:
         base_s + max(weights_s, prefill_token_s * prefill tokens + decode_row_s * decode rows)
                + kv_token_s * tokens of KV cache that are read + pair_s * pairs of attention in prompts
 
-    A row of one token counts as decode and reads the cache of all its tokens. A chunk of a prompt reads the
-    tokens before it once; each of its tokens forms a pair with every token of the sequence up to and
-    including itself.
+    A row of one token counts as decode and reads the cache of all its tokens. A row of several tokens counts
+    as a chunk of a prompt. It reads the tokens before it once; each of its tokens forms a pair with every
+    token of the sequence up to and including itself. A step without rows takes no time.
     """
 
     base_s: float = 0.0
@@ -62,4 +62,4 @@ PRESETS: dict[str, CostModel] = {
     # 4 * 28 layers * 16 heads * 128 FLOP per pair at 200 GFLOP/s.
     "cpu-0.6b": CostModel(2.0e-3, 46e-3, 2.4e-3, 5.8e-3, 2.9e-6, 1.1e-6),
 }
-"""Cost models for planning. They are not our measurements; for those, fit a recorded trace."""
+"""Cost models for planning, by name. They are not fitted to measurements of this engine."""

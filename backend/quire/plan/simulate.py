@@ -78,14 +78,14 @@ class SampledTokens:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of one request; times are seconds since the beginning."""
+    """Result of one request; `first_token_at` and `last_token_at` are seconds since the beginning."""
 
     arrival: Arrival
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
-    """Finish reason of each choice that has ended; empty: refused."""
+    """Finish reasons of the choices that have ended; empty: none has, or the request was refused."""
 
     @property
     def ttft(self) -> float | None:
@@ -93,7 +93,8 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first; None: there is not more than one per choice."""
+        """Mean seconds per token after the first, for the mean number of tokens per choice; None: that number
+        is at most 1."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         per_choice = self.num_tokens / self.arrival.num_sequences
@@ -128,7 +129,7 @@ class Report:
     num_refused: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all figures except those of single requests."""
+        """Returns totals, means and percentiles over all requests, by name."""
         prompt_tokens = sum(outcome.arrival.num_prompt_tokens for outcome in self.outcomes if outcome.reasons)
         return {
             "requests": len(self.outcomes),
@@ -153,7 +154,7 @@ class Report:
         }
 
     def by(self, key: str) -> dict[Any, dict[str, Any]]:
-        """Returns latencies and counts per value of a field of SchedulingParams: tenant or priority."""
+        """Returns latencies and counts by the values of `key`, a field of SchedulingParams such as tenant."""
         groups: defaultdict[Any, list[Outcome]] = defaultdict(list)
         for outcome in self.outcomes:
             groups[getattr(outcome.arrival.scheduling, key)].append(outcome)
@@ -224,7 +225,7 @@ def make_kv(
     max_step_tokens: int,
     groups: Sequence[KVGroup] = (KVGroup(None, (0,)),),
 ) -> KVCacheManager:
-    """Returns a block manager as an engine of this configuration has, without memory for the KV cache."""
+    """Returns a block manager like that of an engine with this configuration, without memory for blocks."""
     assert config.num_blocks is not None, "a simulated cache has a stated size"
     return KVCacheManager(
         config.num_blocks,
@@ -238,7 +239,7 @@ def make_kv(
 
 
 def make_request(arrival: Arrival) -> Request:
-    """Returns the request as an engine would get it."""
+    """Returns the scheduler's request for an arrival."""
     return Request(
         arrival.request_id,
         arrival.prompt_token_ids(),
@@ -286,8 +287,8 @@ class Simulator:
             session_ttl_s=config.cache.session_ttl_s,
         )
         self.trace = self.scheduler.start_trace(config.cache) if trace else None
-        """Trace of the steps; None: they are not recorded. Every run gives the same one, except for `plan_s`,
-        which are wall times."""
+        """Trace of the steps; None: they are not recorded. Runs of the same workload and configuration
+        give the same trace, except for `plan_s`, which are wall times."""
         self._arrivals = deque(arrivals)
         self._concurrency = concurrency
         self._tokens = SampledTokens()
@@ -301,7 +302,8 @@ class Simulator:
         """Runs until every request has ended.
 
         Raises:
-            InvalidArgumentError: a prompt does not fit into the cache or the model.
+            InvalidArgumentError: a request can never run, for example because its prompt does not fit into
+                the cache or the model.
         """
         began = time.perf_counter()
         plan_s, update_s, usage, num_running = array("d"), array("d"), array("d"), array("d")
@@ -346,7 +348,8 @@ class Simulator:
         )
 
     def _admit(self) -> None:
-        """Adds the requests that have arrived by now to the scheduler."""
+        """Adds requests to the scheduler: those that have arrived by now, or in a closed loop the next ones
+        until `concurrency` are unfinished."""
         arrivals, now = self._arrivals, self.clock.now
         while arrivals:
             if self._concurrency is None:

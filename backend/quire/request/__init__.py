@@ -1,1 +1,1 @@
-"""The parts of a request that a client can set, and their validation."""
+"""Parameters and images of a request, and their validation."""

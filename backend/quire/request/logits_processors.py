@@ -1,11 +1,11 @@
 """Logits processors: an operator's code that runs between the model's logits and the sampler, by name.
 
-The configuration key `logits_processors` maps names to "file.py:Class" (relative to the model's version
-directory, and inside it) or "package.module:Class". A request can only name entries of that mapping, and may
-pass arguments to them.
+The configuration key `logits_processors` maps names to "file.py:Class" or "package.module:Class". In Triton
+a file is relative to the model's version directory, and inside it. A request can only name entries of that
+mapping, and may pass arguments to them.
 
-Such a class is a `LogitsProcessor`. Steps call it on the thread that computes them, so all requests wait
-while it runs, and while it is constructed. An exception ends only its own request.
+Such a class is a `LogitsProcessor`. Its objects are made and called on the thread that computes steps, so all
+requests wait meanwhile. An `Exception` of an object ends only the request that the object belongs to.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_ARGS = 16 * 1024
 
 class LogitsProcessor(Protocol):
     """Interface of logits processors, which operators write. One is constructed as `Class(**args)` for each
-    sequence of a request, and again after a preemption. So its effect must depend only on its arguments and
-    `token_ids`."""
+    sequence of a request, and a new one whenever the runner gets the sequence again, as after a preemption.
+    So its effect must depend only on its arguments and `token_ids`."""
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
         """Changes the logits of the next token in place, before penalties, bias, bans and filters.
@@ -59,7 +59,7 @@ def parse_logits_processors(field: str, value: Any) -> tuple[NamedProcessor, ...
     """Parses a list of names or of {"name": ..., "args": {...}}, or its JSON text.
 
     Raises:
-        InvalidArgumentError: it is not such a list, or too long.
+        InvalidArgumentError: it is not such a list, or the list or an entry is too long.
     """
     if isinstance(value, str):
         try:

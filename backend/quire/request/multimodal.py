@@ -18,7 +18,7 @@ class PromptEmbeds:
     """Rows that replace the embeddings of placeholder tokens.
 
     Row r of `embeds` belongs to the r-th prompt token that lies in a span. The rows are kept until the
-    request ends, because a preempted request computes them again.
+    request ends, because a request needs them again after a preemption.
     """
 
     embeds: Any
@@ -29,11 +29,11 @@ class PromptEmbeds:
     hashes: tuple[str, ...]
     """Content hash of each image, by which the prefix cache distinguishes images."""
     position_ids: npt.NDArray[np.int32] | None = None
-    """[3, prompt tokens] (time, height, width) for models with M-RoPE; None: each position is the token's
-    index."""
+    """Positions [3, prompt tokens] (time, height, width) for models with M-RoPE; None: each position is the
+    token's index."""
     is_joint: bool = False
-    """Whether the tokens of a span see each other in both directions. One step then computes all of a span
-    that is not in the prefix cache."""
+    """Whether the tokens of a span see each other in both directions. One step then computes all tokens of a
+    span that are not in a cache."""
 
     @property
     def position_delta(self) -> int:
@@ -44,8 +44,8 @@ class PromptEmbeds:
         return int(self.position_ids.max()) + 1 - self.position_ids.shape[1]
 
     def key_of(self, begin: int, end: int) -> bytes:
-        """Returns a key for everything besides token ids that determines the keys and values of tokens
-        [begin, end): their images, where these begin, and their `position_ids` if there are any."""
+        """Returns a key for what this object adds to tokens [begin, end) beside their ids: their images,
+        where these begin, whether these are joint, and their `position_ids` if there are any."""
         parts = [
             f"{content_hash}@{start - begin};".encode()
             for (start, length), content_hash in zip(self.spans, self.hashes, strict=True)

@@ -2,7 +2,7 @@
 
 The same names arrive as typed tensors, as JSON, and as Triton request parameters, with numbers often written
 as strings (perf_analyzer cannot send floats). `parse_sampling_params` validates all of these. The engine
-checks the ranges of numbers and conflicts once more when it gets a message; later code may trust the values.
+checks the ranges of numbers and conflicts once more when it gets a message; later code may trust these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("quire")
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 64
 MAX_PROMPT_LOGPROBS = 2**18
-"""Most log-probabilities that a request may ask for of its prompt: some 7 MB of JSON."""
+"""Most log-probabilities that a request may ask for of one prompt; it bounds the size of a response."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STRINGS_LENGTH = 4096
@@ -62,10 +62,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     task: Literal["embed", "classify"] = "embed"
     """embed: an embedding; classify: the scores of a classifier, reranker or reward model."""
     use_activation: bool = True
-    """Whether scores are the checkpoint's activation (softmax, sigmoid) of the logits; False: the logits."""
+    """Whether scores are the classifier's activation (such as softmax) of the logits; False: the logits."""
     second_text: _Count = 0
-    """Index of the first token of a pair's second text, whose tokens have token type 1; 0: all tokens have
-    type 0."""
+    """Index of the first token with token type 1, for a pair of texts: that token and all after it have type
+    1; 0: all tokens have type 0."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -78,13 +78,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
-    """Most tokens to generate; None: as many as the model length leaves."""
+    """Most tokens to generate; None: as many as `max_model_len` and the KV cache leave."""
     min_tokens: _Count = 0
     """Until this many tokens exist, stop strings are ignored, and stop ids and (without `ignore_eos`) EOS are
-    not sampled."""
+    not sampled if any other token is possible."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: _Count = 0
-    """Keep the k most likely tokens; 0: all."""
+    """Keep the k most likely tokens, and those as likely as the last of them; 0: all."""
     top_p: _Share = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     typical_p: _Share = 1.0
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=1024)] = 0
     logit_bias: dict[_Count, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     bad_words: tuple[str, ...] = ()
-    """Words that must not appear. The frontend tokenizes them into `bad_words_ids`."""
+    """Words to avoid. The frontend tokenizes them and adds their token ids to `bad_words_ids`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: tuple[str, ...] = ()
@@ -117,20 +117,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 1
     """Above 1: beam search instead of sampling; the `n` best beams are returned, at the end."""
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
-    """Beams are ranked by the sum of log-probabilities / length ** length_penalty (as transformers)."""
+    """Ended beams are ranked by the sum of log-probabilities / length ** length_penalty (as transformers),
+    where length counts the generated tokens."""
     early_stopping: bool | None = False
-    """When beam search ends: True: with `beam_width` finished beams; False: when a better one is unlikely;
-    None: when a better one is impossible (transformers' "never")."""
+    """When beam search ends, once there are `beam_width` ended beams: True: at once; False: when a better one
+    is unlikely; None: when a better one is impossible (transformers' "never")."""
     thinking_budget: _Count | None = None
-    """Most tokens of reasoning, after which the closing tag is forced. None: no limit."""
+    """Most tokens of the reasoning at the beginning of the output. The closing tag is forced after them,
+    unless a grammar forbids it. None: no limit."""
     thinking: Thinking | None = None
     """Token ids of the tags around the model's reasoning. The frontend sets it if there is a
     `thinking_budget`; else None."""
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
     dimensions: _Count = 0
-    """Length of the prompt's embedding, or number of its scores, which is returned instead of tokens; 0:
-    tokens are generated."""
+    """Number of the dimensions of the prompt's embedding, or of its scores, which the engine returns instead
+    of tokens; 0: it generates tokens."""
     pooling: PoolingParams = PoolingParams()
     """Result that the prompt is pooled to. The frontend sets it; it has no effect if `dimensions` is 0."""
     logits_processors: Annotated[tuple[NamedProcessor, ...], Meta(max_length=MAX_PROCESSORS)] = ()
@@ -139,7 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences generated at the same time."""
+        """Most sequences that are generated for the request at the same time."""
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
@@ -159,8 +161,8 @@ _UNUSED_DEFAULTS = (
     "max_time", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "dola_layers",
     "forced_decoder_ids", "token_healing",
 )  # fmt: skip
-"""Keys of generation_config.json that are ignored although transformers uses them. A value other than null,
-0, 1, false or [] causes a warning, because transformers then chooses other tokens than we do."""
+"""Keys of generation_config.json that are ignored although transformers uses or used them. A value other than
+null, 0, 1, false or [] causes a warning, because transformers may then choose other tokens than we do."""
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -168,8 +170,8 @@ def choice_seed(seed: int, index: int) -> int:
 
     Other choices get the `index`-th number of SplitMix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014), started at the mixed seed. Started at the seed itself,
-    requests with neighbouring seeds would share choices. The result must never change, because seeded outputs
-    depend on it.
+    requests whose seeds differ by SplitMix64's increment would share choices. The result must never change,
+    because seeded outputs depend on it.
 
     Args:
         seed: in [0, 2**64).
@@ -266,7 +268,7 @@ _CONVERTERS = {
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
-"""Names that a request may use, besides ALIASES, for parameters as tensors, JSON keys or request
+"""Names of sampling parameters that a request may use, besides ALIASES, as tensors, JSON keys or request
 parameters."""
 
 ALIASES: dict[str, str] = {
@@ -275,7 +277,8 @@ ALIASES: dict[str, str] = {
     "stop_words": "stop",
     **dict.fromkeys(STRUCTURED_FIELDS, "structured_output"),
 }
-"""Names that other servers use for the same parameters."""
+"""Field of SamplingParams by each further name that a request may use for it. Most of these names are those
+of other servers."""
 
 
 def parse_sampling_params(
@@ -283,15 +286,15 @@ def parse_sampling_params(
 ) -> SamplingParams:
     """Validates and merges a request's parameters; the first source that names a parameter wins. A
     temperature that no source names becomes 1 if the default is greedy and a source limits the distribution
-    (`top_k`, `top_p`, `min_p` or `typical_p`), else 0 with `beam_width` > 1, else the default. The default of
-    `min_tokens` is lowered to `max_tokens`. A `top_k` of -1 and a `top_p` of 0 mean no limit, and a negative
-    seed counts modulo 2**64.
+    (`top_k` above 1, or `top_p`, `min_p` or `typical_p` between 0 and 1). Else it is 0 with `beam_width` > 1,
+    and else the default. The default of `min_tokens` is lowered to `max_tokens`. A `top_k` of -1 and a
+    `top_p` of 0 mean no limit, and a negative seed counts modulo 2**64.
 
     Args:
         sources: mappings of parameter name to raw value, most specific first (typed tensors, JSON object,
             request parameters). A value of None means "not given".
-        defaults: values for parameters that no source names: those of the checkpoint's
-            generation_config.json.
+        defaults: values for parameters that no source names, such as those of the checkpoint's
+            generation_config.json; None: those of SamplingParams.
 
     Raises:
         InvalidArgumentError: unknown name, wrong type, value outside its range, or parameters that conflict;
@@ -332,8 +335,9 @@ def parse_sampling_params(
 
 
 def check_limits(params: SamplingParams) -> None:
-    """Raises InvalidArgumentError for numbers, grammars and combinations that parse_sampling_params would
-    refuse. The number and length of strings and the number of biases are not checked."""
+    """Raises InvalidArgumentError for numbers outside their ranges, grammars that `check_structured_output`
+    refuses, and parameters that conflict. The number and length of strings and the number of biases are not
+    checked."""
     try:
         msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
     except msgspec.ValidationError as error:
@@ -381,11 +385,11 @@ def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams
     """Returns the sampling defaults in a checkpoint's generation_config.json.
 
     If `do_sample` is false or absent, sampling is greedy whatever temperature the file has. Without `top_k`
-    there is no limit, as in vLLM; transformers uses 50. EOS ids are not sampling parameters: see
+    there is no such limit, as in vLLM. EOS ids are not sampling parameters: see
     `quire.loader.info`.
 
     Raises:
-        InvalidArgumentError: a value in the file is wrong.
+        InvalidArgumentError: a value that is used is wrong.
     """
     given: dict[str, Any] = {}
     if config.get("do_sample"):
