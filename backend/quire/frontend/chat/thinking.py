@@ -9,8 +9,8 @@ from quire.frontend.chat.sink import AnswerSink
 class ThinkSplitter(TextMachine):
     """Parser of the reasoning at the beginning of an answer; another parser gets all text after it.
 
-    The opening tag may be the end of the prompt, or come first in the answer. An opening tag further on is
-    text for the other parser. Line feeds after the opening tag and white space after the closing one are left
+    The opening tag may be the end of the prompt, or come first in the answer. An opening tag further on
+    begins no reasoning. Line feeds after the opening tag and white space after the closing one are left
     out.
 
     Args:
@@ -68,7 +68,7 @@ class ThinkSplitter(TextMachine):
         return self._close()
 
     def _close(self) -> bool:
-        """Ends the reasoning. The other parser gets all text that follows."""
+        """Ends the reasoning, if there is any. The other parser gets the unread text and all that follows."""
         self.is_reasoning, self.is_over = False, True
         self._then.feed(self._rest())
         return False
