@@ -145,7 +145,8 @@ class TokenDecoder:
         return text if self.clean_up is None else self.clean_up(text)
 
     def text_of(self, token_id: int) -> str:
-        """Text of a token, also of a special one. With a sentinel, it is what the token adds to a text.
+        """Text of a token, also of a special one. With byte fallback, it is usually what the token adds to
+        a text.
 
         The text is empty for an id without a token. Bytes that are a part of a character become U+FFFD.
         """
