@@ -1,9 +1,9 @@
-"""Grammar: compiles a StructuredOutput with llguidance, for a model's vocabulary.
+"""Vocabulary: compiles a StructuredOutput with llguidance, for a model's tokens.
 
-llguidance is imported with the first vocabulary, so processes without grammars never load it. Compilation is
-lazy (a parser and automata that grow with the tokens) and bounded by LIMITS, with one exception: an
-intersection of k regular expressions takes 2**k time and memory. So a client's grammar is first compiled in a
-process that may be killed (`frontend/grammar_checker.py`).
+llguidance is imported with the first vocabulary, so processes without one need not load it. Compilation is
+lazy (a parser and automata that grow with the tokens) and bounded by LIMITS, with a known exception: an
+intersection of k regular expressions takes 2**k time and memory. So the Triton frontend first has a client's
+grammar compiled in a process that may be killed (`frontend/grammar_checker.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ LIMITS = {
     "max_grammar_size": 500_000,
 }
 """Limits of a grammar, in llguidance's units (its LLParserLimits). The lexer fuel of a step is spent in
-some 7 ms. All lexer states together take some 100 MB."""
+some 7 ms. All lexer states together take some 100 MB at most."""
 SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
 """Regular expressions of tokens that llguidance judges together if a lexeme may continue with any of them.
 They supplement its default, which suits JSON strings: a bounded repetition of letters has a new state, and so
 a new mask, with each token."""
 MAX_TAG_DEPTH = 16
-"""Most levels of formats inside the outermost format of a structural tag."""
+"""Most levels of formats inside the outermost format of a structural tag. A list of tags and its tags are
+one level."""
 _WHITESPACE = r"[ \n\t]{0,64}"
 """Whitespace between the tokens of JSON; without a bound a model may generate it for ever."""
 _HEADER = "%llguidance {}\n"
@@ -59,7 +60,7 @@ class Vocabulary:
         eos_token_ids: ids of the tokens that end the model's sequences; empty: the tokenizer's own is used.
 
     Raises:
-        InvalidArgumentError: there is no tokenizer.json, or llguidance cannot read it.
+        InvalidArgumentError: the tokenizer cannot be read, or llguidance cannot use it.
     """
 
     def __init__(self, directory: str | Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -118,7 +119,7 @@ class Vocabulary:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Returns the error of a failed matcher on one line."""
+    """Returns, on one line, why a matcher has failed."""
     if "coerce_one_of" in matcher.get_error():
         return "oneOf: its schemas are not known to exclude each other; anyOf allows any of them"
     return " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]
@@ -141,7 +142,7 @@ def _outer(after: str, vocabulary: Vocabulary) -> str:
     """Returns a grammar of any text and special tokens up to the first `after`, followed by the request's own
     grammar.
 
-    A lazy lexeme ends as soon as it can, so no other lexeme may match the text. A token that extends past
+    A lazy lexeme ends as soon as it can, so `end` ends with the first `after`. A token that extends past
     `after` is allowed if the grammar can begin with the rest.
 
     Raises:
@@ -174,7 +175,8 @@ def _inner(structured: StructuredOutput, vocabulary: Vocabulary) -> dict[str, An
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with our llguidance options in place of the client's."""
+    """Returns the schema as `for_llguidance` rewrites it, with our llguidance options in place of the
+    client's."""
     return {**for_llguidance(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
 
 

@@ -1,11 +1,11 @@
-"""Rewrites a client's JSON schema so that every value that llguidance allows satisfies it, or refuses it.
+"""Rewrites or refuses a client's JSON schema where llguidance is known to allow values that do not fit it.
 
 llguidance reads numbers as doubles and compares some with a double's shortest digits. So a bound of 2**53 or
 more in magnitude moves inwards to the next double that, read in either way, admits no value beyond the bound.
 Whole numbers that are constants and not doubles are refused. If two bounds are less than 1 apart, llguidance
 accepts the one nearer to 0 if it is a whole number, even where it is excluded; so excluded bounds of that
 kind always move. llguidance refuses a `oneOf` unless it sees that its schemas exclude each other; where this
-module sees it, the `oneOf` becomes an `anyOf`.
+module sees that they do, the `oneOf` becomes an `anyOf`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from urllib.parse import unquote
 from quire.errors import InvalidArgumentError
 
 _MAX_BRANCHES = 64
-"""Most schemas in a `oneOf` that are compared with each other; a longer `oneOf` stays unchanged."""
+"""Most schemas in a `oneOf` that are compared with each other; a longer one stays a `oneOf`."""
 _MAX_STEPS = 10_000
 """Most schemas visited to find which exclude each other; references may be circular."""
 _LARGEST = 2.0**63 - 1024
-"""Largest bound that llguidance keeps: it has no regular expression for the smallest 64-bit number."""
+"""Largest magnitude of a bound: llguidance has no regular expression for the smallest 64-bit number."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keys with objects whose values are schemas."""
 _VALUES = ("const", "enum", "default", "examples", "required")
-"""Keys whose values are not schemas."""
+"""Keys whose values stay as they are, as they are no schemas even if they look like some."""
 _TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))
 """Types that are distinguished; integers count as numbers."""
 _UNKNOWN = object()
@@ -35,11 +35,11 @@ _TYPE_OF = {type(None): "null", bool: "boolean", int: "number", float: "number",
 
 
 def for_llguidance(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrites a schema for llguidance. Every value that satisfies the result satisfies the client's schema.
+    """Returns a client's schema rewritten for llguidance, as the module describes.
 
     Raises:
-        InvalidArgumentError: a constant is a whole number that is not a double (the message names it), a
-            bound is beyond the numbers that llguidance keeps, or schemas are nested too deeply.
+        InvalidArgumentError: a constant is a whole number that is not a double, a bound admits only
+            numbers beyond those that llguidance keeps, or schemas are nested too deeply.
     """
     try:
         return _Rewriting(schema).schema(schema)
@@ -55,7 +55,7 @@ class _Rewriting:
         """Results of `_constants`, by the id() of the schema's `enum`."""
 
     def schema(self, value: Any) -> Any:
-        """Rewrites a schema, a list of schemas, or a boolean in place of one."""
+        """Rewrites a schema or a list of schemas; other values are returned as they are."""
         if isinstance(value, list):
             return [self.schema(one) for one in value]
         if not isinstance(value, Mapping):
@@ -189,8 +189,9 @@ def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
 
 
 def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
-    """Replaces a bound of 2**53 and more in magnitude, where not every whole number is a double, by the
-    outermost double that satisfies it and is not beyond -_LARGEST or _LARGEST, as an inclusive bound.
+    """Replaces a bound of 2**53 and more in magnitude, where not every whole number is a double, by an
+    inclusive one: the outermost double, at most _LARGEST in magnitude, with which llguidance allows no value
+    beyond the bound.
 
     Args:
         schema: the schema, changed in place.
@@ -198,7 +199,7 @@ def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int)
         inwards: 1 for lower bounds, -1 for upper ones.
 
     Raises:
-        InvalidArgumentError: only numbers beyond _LARGEST would satisfy the bound.
+        InvalidArgumentError: only numbers beyond -_LARGEST or _LARGEST would satisfy the bound.
     """
     for key in (exclusive, inclusive):
         for value in _numbers(schema, key):
@@ -237,7 +238,8 @@ def _tighten(schema: dict[str, Any], key: str, bound: float, inwards: int) -> No
 
 
 def _part_bounds(schema: dict[str, Any]) -> None:
-    """Moves an excluded bound that is a whole number a little inwards, if it is the one nearer to 0.
+    """Moves an excluded bound that is a whole number a little inwards, if it is a lower bound of 0 or more or
+    an upper one of 0 or less.
 
     It does not check whether the other bound is less than 1 away, because that may be in another schema, by
     `allOf`.

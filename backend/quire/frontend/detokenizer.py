@@ -1,9 +1,10 @@
 """IncrementalDetokenizer: token ids in, text that may be sent out; finds stop strings on the way.
 
-The contract is equality with the whole: up to a stop string, the deltas of a request concatenate to exactly
+The aim is equality with the whole: up to a stop string, the deltas of a choice concatenate to
 `tokenizer.decode(output_ids)`, decoded without the prompt (so a SentencePiece tokenizer strips the first
-space, as it does there). The one exception is long byte runs (`_MAX_BYTE_RUN`). Tokens pass three stages,
-each of which holds back what it cannot yet decide:
+space, as it does there). Known exceptions are long byte runs (`_MAX_BYTE_RUN`) and special tokens that are
+to be shown (`TokenDecoder.showing`). Tokens pass three stages, each of which holds back what it cannot yet
+decide:
 
 1. decoding: a window of the newest tokens is decoded again together with new tokens (one at a time if there
    are stop strings). Text after the part that is already decided is new.
@@ -31,27 +32,28 @@ from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 REPLACEMENT = "\ufffd"
 
 _WINDOW = 12
-"""Length in tokens at which the window is cut, unless what would remain has no decided text."""
+"""Length in tokens from which on the window is cut after decoding, if what remains has decided text."""
 _CONTEXT = 4
-"""Tokens kept when the window is cut: more than the 3 bytes that an incomplete UTF-8 sequence can have."""
+"""Number of tokens kept when the window is cut: more than the 3 bytes that an incomplete UTF-8 sequence can
+have."""
 _MAX_BYTE_RUN = 16
-"""Byte-fallback tokens held back at most, if the tokenizer has a sentinel. The one deviation from the whole
-decode: complete characters of a longer run are sent and stay, even if a later byte of the same run is
-invalid."""
+"""Most byte-fallback tokens held back, if the tokenizer has a sentinel. The limit causes a deviation from
+the whole decode: complete characters of a longer run are sent and stay, even if a later byte of the same run
+is invalid."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Byte by its letter in GPT-2's names of tokens: printable Latin-1 characters stand for themselves, the
-    other bytes have the letters from U+0100 on."""
+    """Returns the byte of each letter in GPT-2's names of tokens. Visible Latin-1 characters stand for
+    themselves, the other bytes have the letters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenDecoder:
-    """The part of a tokenizer that turns token ids into text, shared by all requests.
+    """The part of a tokenizer that turns token ids into text. Requests share it.
 
     Args:
         tokenizer: a tokenizer of transformers, or a `tokenizers.Tokenizer`.
@@ -80,7 +82,7 @@ class TokenDecoder:
                 tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         self.clean_up: Callable[[str], str] | None = None
-        """Cleans up the spaces of a text; None: the tokenizer does not ask for it."""
+        """Cleans up the spaces of a text; None: texts stay as they are decoded."""
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             forced = getattr(
                 tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
@@ -99,7 +101,7 @@ class TokenDecoder:
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Any) -> TokenDecoder:
-        """The decoder of a tokenizer, made once for each."""
+        """Returns a tokenizer's decoder, which is made once; a TokenDecoder is returned itself."""
         if isinstance(tokenizer, TokenDecoder):
             return tokenizer
         decoder = cls._cache.get(tokenizer)
@@ -123,8 +125,8 @@ class TokenDecoder:
     def visible(self, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
         """Returns the tokens that have a part in the text.
 
-        Left out are special tokens, if they are to be skipped, and ids beyond the tokenizer's vocabulary,
-        which a model with padded embeddings can produce.
+        Left out are special tokens, if they are to be skipped and `showing` has not named them, and ids
+        without a token, which a model with padded embeddings can produce.
         """
         known = self._is_visible[skip_special_tokens]
         for token_id in token_ids:
@@ -138,14 +140,15 @@ class TokenDecoder:
         return self._decode(visible_ids)
 
     def decode_all(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of any tokens, as `tokenizer.decode` gives it."""
+        """Text of any tokens: decodes the visible ones together, and cleans up if that is wanted."""
         text = self.decode(self.visible(token_ids, skip_special_tokens))
         return text if self.clean_up is None else self.clean_up(text)
 
     def text_of(self, token_id: int) -> str:
-        """Text of a token, also of a special one. With byte fallback, it is what the token adds to a text.
+        """Text of a token, also of a special one. With byte fallback, it is usually what the token adds to
+        a text.
 
-        The text is empty beyond the vocabulary. Bytes that are a part of a character become U+FFFD.
+        The text is empty for an id without a token. Bytes that are a part of a character become U+FFFD.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -161,7 +164,8 @@ class TokenDecoder:
         return None if match is None else int(match[1], 16)
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Bytes of a byte-fallback token, or of any ordinary token of a byte-level tokenizer; else None."""
+        """Bytes of a byte-fallback token, or of an ordinary token of a byte-level tokenizer whose name spells
+        bytes; else None."""
         if (byte := self.byte_of(token_id)) is not None:
             return bytes([byte])
         name = self._name(token_id) if self._bytes_of_letters and token_id not in self._special_ids else None
@@ -182,7 +186,7 @@ class TokenDecoder:
         """Finds an ordinary token to stand for the tokens before a window.
 
         Returns:
-            Token id and text; None: none of those that were tried has a text.
+            Token id and text; None: none of those that were tried is suitable.
         """
         for token in ("a", "▁a", "e", "▁the", "0", "A"):
             token_id = self._id(token)
@@ -262,7 +266,7 @@ class IncrementalDetokenizer:
         self._reaches: list[int] = []
         self._length = 0
         self.matched_stop: str | None = None
-        """The stop string that ended the text; may also be set by a flush."""
+        """The stop string that ended the text; None: none yet. A flush may set it, too."""
 
     @property
     def text(self) -> str:
@@ -304,9 +308,8 @@ class IncrementalDetokenizer:
         """Returns the text that is safe to send and was not returned before.
 
         Args:
-            flush: no more tokens will come, so everything held back is decided and returned. An incomplete
-                UTF-8 sequence becomes what it is in the whole decode. A stop string may be found in it: see
-                `matched_stop`.
+            flush: no more tokens will come, so the text held back is decided and, up to a stop string in it,
+                returned. An incomplete UTF-8 sequence becomes what it is in the whole decode.
         """
         if flush and not self._finished:
             raw = self._decoder.decode(self._window)[self._emitted :]
@@ -377,6 +380,7 @@ class IncrementalDetokenizer:
         """Decides the complete characters of a byte run that is too long, and returns their text.
 
         If the run is invalid already, all its text is returned, and its further bytes become U+FFFD.
+        Without a sentinel, nothing is decided.
         """
         if self._decoder.sentinel is None:
             return ""
@@ -450,7 +454,8 @@ class IncrementalDetokenizer:
 
 
 def _safe_cut(text: str) -> int:
-    """Finds the last index at which the two parts, cleaned separately, give the cleaned whole; 0: none.
+    """Finds the last index at which, as far as is known here, the two parts, cleaned separately, give the
+    cleaned whole; 0: there is none.
 
     The clean-up of transformers deletes spaces: those that begin one of its patterns (" .", " n't", " 've",
     ...), at most 4 characters long, and the last one of " ' ". So no pattern crosses a point after 4

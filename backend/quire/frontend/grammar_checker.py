@@ -1,8 +1,8 @@
 """GrammarChecker: compiles clients' grammars in a process of its own, so that a hostile one does no harm.
 
-The process is `python -m quire.frontend.grammar_checker DIRECTORY VOCAB_SIZE`. It answers each line, a
-StructuredOutput as JSON, with a line of JSON: the reason why the grammar is refused, or an empty text. A
-process that uses far too much time, or too much memory, ends, and the next grammar starts another.
+The process runs this module with the arguments DIRECTORY VOCAB_SIZE. It answers each line, a StructuredOutput
+as JSON, with a line of JSON: the reason why the grammar is refused, or an empty text. A process that uses far
+too much time or memory ends, and the next new grammar starts another.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from quire.errors import InvalidArgumentError, UnavailableError, describe
 from quire.request.structured_output import StructuredOutput
 
 MAX_COMPILE_S = 0.5
-"""CPU seconds allowed for compiling a grammar and trying TRIED_STEPS steps of it, together. A worker's step
-may wait that long."""
+"""CPU seconds allowed for compiling a grammar and trying TRIED_STEPS steps of it, together. A worker
+compiles it again, and a step may wait for that."""
 TRIED_STEPS = 4
-"""Number of steps, each with one allowed token, that are computed with a compiled grammar, to find out
-whether a step exceeds the limits."""
+"""Most steps, each with one allowed token, that are computed with a compiled grammar, to find out whether a
+step exceeds the limits."""
 MAX_WAIT_S = 10.0
-"""Longest wait for an answer, in seconds of wall-clock time. A busy machine needs more than MAX_COMPILE_S."""
+"""Longest wait for the answer about a grammar, in seconds of wall-clock time. A busy machine needs more
+than MAX_COMPILE_S."""
 START_S = 60.0
 MAX_MEMORY = 2**30
-"""Memory that compiling a grammar may use, in bytes, not counting the vocabulary."""
+"""Most bytes of address space that the process may take in addition to what it has with the vocabulary."""
 MAX_VERDICTS = 64
-"""Number of grammars whose results are remembered."""
+"""Most grammars whose results are remembered."""
 
 
 class GrammarChecker:
@@ -57,15 +58,15 @@ class GrammarChecker:
         self._verdicts: OrderedDict[StructuredOutput, str] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the process early. If that fails, the first `check` reports the failure."""
+        """Starts the process early. If it does not become ready, the first `check` starts another."""
         with self._lock, contextlib.suppress(UnavailableError):
             self._start()
 
     def check(self, structured: StructuredOutput) -> None:
-        """Checks a client's grammar in the process, and remembers the answer.
+        """Checks a grammar in the process, unless the answer is remembered from before.
 
         Raises:
-            InvalidArgumentError: the grammar cannot be compiled within the limits; it has the reason.
+            InvalidArgumentError: the grammar is refused; the error has the reason.
             UnavailableError: the process cannot start, was killed or did not answer in time.
         """
         with self._lock:

@@ -1,7 +1,7 @@
 """Turns token deltas into text: the frontend's half of a request, for `quire.LLM` and the Triton adapter.
 
-The engine detokenizes nothing. Stop strings are therefore found here; the caller then aborts the request
-in the engine, and outputs that were already on their way are ignored.
+The engine detokenizes nothing. Stop strings are therefore found here; the caller then aborts the choice
+in the engine, and its outputs that were already on their way are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
 from quire.request.sampling_params import SamplingParams
 
 MAX_UNDECODED = 256
-"""Number of undecoded tokens at which a choice decodes them: more at a time would hold up others."""
+"""Number of undecoded tokens from which on a choice decodes them before a response is wanted. Many at a time
+would hold up other choices."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +33,11 @@ class OutputProcessor:
 
     `process` adds an engine output, `pop_output` returns what may be sent to the client. Any number of
     outputs may be merged between two calls of `pop_output`. Without stop strings their tokens are decoded
-    together, in `pop_output` or when there are MAX_UNDECODED. `append` is a fast `process` for most outputs.
+    when a response is made or there are MAX_UNDECODED. `append` is a fast `process` for most outputs.
 
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
-        stops: automaton of the request's stop strings, if it has any.
+        stops: automaton of the request's stop strings; None: it is made here, if there are any.
     """
 
     request_id: str
@@ -57,26 +58,26 @@ class OutputProcessor:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    """Draft tokens tried for the choice so far; `num_accepted_drafts`: those that were right. After an
-    engine's death both count the next engine's alone."""
+    """Draft tokens tried for the choice, as told by the latest output that `process` got;
+    `num_accepted_drafts`: those that were right. After an engine's death, the next counts from 0."""
     num_accepted_drafts: int = 0
     seed: int | None = None
     """Seed of the request's draws. Choice 0 alone gets it, with its first output. None: another choice, no
     output yet, a greedy request that states no seed, or a result from the result cache."""
     num_continuations: int = 0
-    """Number of engines that died before the choice ended."""
+    """Number of deaths of engines, before the choice ended, that `pause` was told of."""
     paused_s: float = 0.0
     """Seconds lost to deaths of engines: from each death to the choice's next output or end. A pause that
     still lasts is not counted."""
     paused_at: float = 0.0
     """When the death of its engine paused the choice, CLOCK_MONOTONIC seconds; 0: it is not paused."""
     admitted_at: float = 0.0
-    """When the request first ran; `first_token_at`: when the engine processed the choice's first token.
-    CLOCK_MONOTONIC seconds; 0: not known yet, or never."""
+    """When the request began to run; `first_token_at`: when the engine had the choice's first token or its
+    embedding. Both are those of the first outputs that tell them, in CLOCK_MONOTONIC seconds; 0: none has."""
     first_token_at: float = 0.0
     taken_at: float = 0.0
-    """When the choice had its latest tokens, CLOCK_MONOTONIC seconds; 0: not yet. `triton/vllm_metrics.py`
-    alone sets it."""
+    """When `triton/vllm_metrics.py` last saw new tokens or an embedding of the choice, in CLOCK_MONOTONIC
+    seconds; 0: not yet, or those metrics are off."""
     num_counted: int = 0
     """Number of the choice's tokens that `triton/vllm_metrics.py` has counted."""
     finish_reason: str | None = None
@@ -125,12 +126,12 @@ class OutputProcessor:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens received so far, as a new list. Once the choice's last output is popped, the tokens of
-        that output are missing."""
+        """The choice's tokens so far, as a new list. Once its last output is popped, that output's tokens are
+        missing."""
         return [*self._taken_ids, *self._token_ids]
 
     def pause(self, now: float) -> None:
-        """Counts a death of the engine and begins a pause, which the next output ends.
+        """Counts a death of the engine and begins a pause. The next output or the choice's end ends it.
 
         Does nothing if the choice is finished.
         """
@@ -146,9 +147,9 @@ class OutputProcessor:
         """Adds an output that has only tokens, if nothing else is to be done for it yet.
 
         Returns:
-            False: nothing was added, and `process` must be called. So it is for a first or last output, one
-            after the end, one with log-probabilities or an error, with stop strings, after a pause, and when
-            the pending tokens reach `num_wanted` or must be decoded.
+            False: nothing was added, because the output needs more. So it is, for example, for a first or
+            last output, one with log-probabilities or an error, with stop strings, after a pause, and when
+            the pending tokens reach `num_wanted` or MAX_UNDECODED. `process` adds what is no error.
         """
         num_tokens = len(self._token_ids) + len(output.new_token_ids)
         if (
@@ -171,7 +172,8 @@ class OutputProcessor:
         """Adds an engine output that is no error. Outputs after the end are ignored.
 
         Returns:
-            True if a stop string ended the choice here, so that the caller must abort it in the engine.
+            True if a stop string ended the choice and the engine did not, so that the caller must abort it
+            there.
         """
         if len(output.new_token_ids) > 1 and self._has_stops and not self.params.is_ranked:
             # Of the result cache, or a step with drafts. A stop string may be decided some tokens behind its
@@ -285,7 +287,8 @@ class OutputProcessor:
         return None
 
     def pop_output(self) -> RequestOutput:
-        """Returns what was added since the last call: text, tokens, log-probabilities, and the end."""
+        """Returns what was added since an output was last popped: text, tokens, log-probabilities, the end
+        and more."""
         self._decode(flush=self.finished)
         return self._pop_output()
 
@@ -341,7 +344,7 @@ class RequestProcessor:
 
     Args:
         request_id, num_prompt_tokens, params, tokenizer, num_wanted, item: as in `OutputProcessor`.
-        stops: automaton of `params.stop`; None: it is made here.
+        stops: automaton of `params.stop`; None: it is made here, if there are any.
         new_answer: makes the parser of each choice's answer; None: the text is not parsed.
         num_best: number of best choices to answer with, from `split_ranking`; 0: all.
     """

@@ -79,7 +79,7 @@ class RedisStore:
     Args:
         url: redis://, rediss:// or unix://, in redis-py's form.
         ttl_s: seconds after which Redis drops an entry; 0: it never expires.
-        max_bytes: limit of one entry's value. A larger one is not written, and is not found.
+        max_bytes: limit of one entry's value. Larger ones are not written.
 
     Raises:
         ConfigError: redis-py is not installed, or the URL is invalid.
@@ -104,7 +104,8 @@ class RedisStore:
             threading.Thread(target=work, name=f"quire-results-{name}", daemon=True).start()
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns an entry's value; None if it is missing, damaged or late, or while Redis is not asked."""
+        """Returns an entry's value; None if it is missing, damaged or late, or if Redis fails or is not
+        asked."""
         if time.monotonic() < self._paused_until:
             return None
         answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -117,7 +118,8 @@ class RedisStore:
         return None if found is None else checked(key, found)
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Writes an entry in the background; drops it if it is too large, too many wait, or Redis fails."""
+        """Writes an entry in the background. Drops it if it is too large, too many wait, or Redis fails or is
+        not asked."""
         if len(value) <= self._max_bytes and time.monotonic() >= self._paused_until:
             try:
                 self._writes.put_nowait((key, summed(key, value)))

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces."""
+"""StopMatcher: finds stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 class StopAutomaton:
     """A request's stop strings, ready to be looked for (Aho and Corasick, CACM 18(6), 1975).
 
-    Never changes once it is made, so all choices share it. It takes some 300 bytes and a microsecond for each
+    Never changes once it is made, so choices can share it. It takes some 300 bytes and a microsecond for each
     character of the stop strings.
     """
 
@@ -54,10 +54,10 @@ class StopAutomaton:
 
 
 class StopMatcher:
-    """Finds the first stop string of one text that arrives in pieces.
+    """Finds the stop strings of one text that arrives in pieces, in the order in which they end.
 
-    The first is the one that ends first; of several that end at the same place it is the longest. It does not
-    depend on how the text is cut into pieces. Cost is O(1) per character, amortised, for any number of stop
+    If several end at the same place, it finds the longest. What it finds does not depend on how the text is
+    cut into pieces. Cost is O(1) per character, amortised, for any number of stop
     strings.
     """
 

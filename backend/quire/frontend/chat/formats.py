@@ -1,7 +1,7 @@
-"""ChatParsing: which parsers a model's answers need; Answer: one choice's answer to chat messages.
+"""ChatParsing: which parsers a model's answers need; Answer: parses one choice's answer to chat messages.
 
-Unless the configuration names them, a model's formats are found in its chat template, which writes calls and
-reasoning of earlier turns in the way the model does.
+Unless the configuration names them or says none, a model's formats are recognised by strings in its chat
+template, which mostly writes the calls of earlier turns in the way the model does.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ logger = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls."""
+    """A format in which models write tool calls: its parser, and its characteristic strings."""
 
     machine: type[TextMachine]
     signs: tuple[str, ...]
-    """Strings of which any in a chat template shows that the model uses this format."""
+    """Strings by which a chat template is recognised. One is enough, unless the template has a sign of an
+    earlier format in TOOL_FORMATS."""
     markers: tuple[str, ...]
-    """Strings that the parser must find in the text; if they are special tokens, decoding shows them."""
+    """Strings that the parser looks for in an answer. Those that are special tokens stay in the text when an
+    answer is decoded for it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ("<|python_tag|>",),
     ),
 }
-"""Tool formats by name; tool_parser "auto" means the first with a sign in the chat template."""
+"""Tool formats by name; tool_parser "auto" means the first with a sign in the chat template, if any."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -102,11 +104,11 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
 """Reasoning formats by name; reasoning_parser "auto" means harmony if the chat template has channels, else
-the first whose closing tag is in it."""
+the first of the others whose closing tag is in the template, if any."""
 
 
 class ChatParsing:
-    """The parsers of a model.
+    """Parsers and grammars for a model's answers to chat messages.
 
     Args:
         tokenizer: the model's tokenizer, of transformers.
@@ -128,8 +130,8 @@ class ChatParsing:
             markers |= {found.open_tag, found.close_tag}
         decoder = TokenDecoder.for_tokenizer(tokenizer)
         self.decoder, self._hidden = decoder.showing(markers)
-        """Decoder that does not skip the formats' markers. Those that are special tokens are in `_hidden`, as
-        they are removed from content."""
+        """Decoder that does not skip the formats' markers. Markers that are special tokens are in `_hidden`.
+        They are removed from content, unless a request shows special tokens."""
 
     @classmethod
     def from_config(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
@@ -190,8 +192,8 @@ class ChatParsing:
         optional calls holds from the beginning unless the prompt ends with the opening tag.
 
         Raises:
-            InvalidArgumentError: several grammars at once, a grammar that is too long, or calls that the
-                model cannot write or whose form is not known.
+            InvalidArgumentError: several grammars at once, a wrong response format, a grammar that is too
+                long, or calls that the model cannot write or whose form is not known.
         """
         if chat.tools and self._is_unknown:
             raise InvalidArgumentError(
@@ -253,7 +255,7 @@ class ChatParsing:
         return self._in_place(form, chat) if self.reasoning else stated
 
     def _in_place(self, form: Format, chat: ChatFormat) -> StructuredOutput:
-        """Returns the structural tag of a format that follows the model's reasoning, if there is any."""
+        """Returns the structural tag of `form`. If the model reasons, `form` stands after the reasoning."""
         tags = REASONING_FORMATS.get(self.reasoning)
         if tags is None or chat.prompt_end.rstrip().endswith(tags.close_tag):
             return structural_tag(form)
@@ -281,7 +283,7 @@ def prepare_answer(
 
     Args:
         parsing: the model's parsers; None: the model has no tokenizer.
-        chat: format of the answer to chat messages; None: the prompt is not made of messages.
+        chat: format of the answer to chat messages; None: there is none.
         check: raises InvalidArgumentError for a grammar that cannot be followed, and UnavailableError if
             grammars cannot be checked.
 
@@ -291,8 +293,8 @@ def prepare_answer(
         is left out if `check` refuses it.
 
     Raises:
-        InvalidArgumentError: the model cannot do what is asked for, or `check` refuses the client's grammar;
-            names the field.
+        InvalidArgumentError: what the request asks for is wrong, or the model cannot do it, or `check`
+            refuses the client's grammar; names the field.
         UnavailableError: of `check`.
     """
     if parsing is None and params.thinking_budget is not None:
@@ -328,18 +330,18 @@ class Answer:
     def __init__(self, sink: AnswerSink, parser: AnswerParser, decoder: TokenDecoder) -> None:
         self._sink, self._parser, self.decoder = sink, parser, decoder
         self.num_reasoning_tokens = 0
-        """Number of tokens after the opening tag, up to and including the closing tag. `OutputProcessor`
-        counts them."""
+        """Number of reasoning tokens so far, with those of the closing tag and without those of the opening
+        tag. `OutputProcessor` counts them."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether text must be fed token by token, because there may be more reasoning tokens to count."""
+        """Whether the answer must be fed token by token, so that its reasoning tokens can be counted."""
         parser = self._parser
         return isinstance(parser, Harmony) or (isinstance(parser, ThinkSplitter) and not parser.is_over)
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends within reasoning."""
+        """Whether the parser, after the text so far, is within reasoning."""
         parser = self._parser
         return isinstance(parser, Harmony | ThinkSplitter) and parser.is_reasoning
 
@@ -354,7 +356,7 @@ class Answer:
         return self._sink.has_all_calls
 
     def feed(self, text: str) -> None:
-        """Parses the next piece of the text, which has the markers in it."""
+        """Parses the next piece of the answer's text, which `decoder` has decoded."""
         if text:
             self._parser.feed(text)
 

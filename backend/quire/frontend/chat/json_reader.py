@@ -1,4 +1,4 @@
-"""JsonReader: checks a JSON object that arrives in pieces, character by character."""
+"""JsonReader: checks a JSON object whose text arrives in pieces of any length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from quire_common.client_json import MAX_DEPTH
 
 MAX_KEY = 1024
-"""Longest key of the outermost object, in characters as they are written."""
+"""Most characters of a key of the outermost object, counted as they are written."""
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -67,8 +67,8 @@ class JsonReader:
         self._open: list[str] = []
         self._expect = "value"
         self._rest = ""
-        """Progress in the present value: the missing characters of a literal, the state of a number (a key of
-        _NUMBER), or one character for each missing digit of a \\u escape."""
+        """Progress in a literal, a number or a \\u escape: the literal's missing characters, the number's
+        state (a key of _NUMBER), or one character for each missing digit of the escape."""
         self._is_key = False
         self._key: list[str] = []
         self._key_size = 0
@@ -77,12 +77,12 @@ class JsonReader:
         """Reads the part of `text[start:]` that belongs to the object, with white space before the object.
 
         Returns:
-            Index after that part. If the object is bad, index of the first wrong character, or after the
-            piece that `on_value` refused.
+            Index after that part. If the object is bad, index of the first wrong character or of a piece of
+            a key that makes the key too long, or index after the piece that `on_value` refused.
         """
         index, size = start, len(text)
         told = index if self._on_value is not None and self._in_value else -1
-        """Index at which the part of a value begins that is not passed on yet; -1: no value is open."""
+        """Index at which the part of a value begins that `on_value` must still get; -1: there is none."""
         while index < size and not (self.is_done or self.is_bad):
             taken = self._take_next(text, index)
             if self.is_bad:

@@ -1,4 +1,4 @@
-"""TextMachine: a parser of text that arrives in pieces. Its outcome does not depend on where it is cut."""
+"""TextMachine: base of the parsers of text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class Markers:
         self._longest = max(map(len, markers)) - 1
 
     def find(self, text: str, start: int, most: int | None = None) -> re.Match[str] | None:
-        """Finds the first marker in `text[start:]`; with `most`, it must begin within so many characters."""
+        """Finds the first marker in `text[start:]`. With `most`, no more characters than that may come before
+        it."""
         end = len(text) if most is None else start + most + self._longest + 1
         found = self._pattern.search(text, start, end)
         return None if found is None or (most is not None and found.start() - start > most) else found
 
     def is_late(self, text: str, start: int, most: int) -> bool:
-        """Whether no further text can make `find` succeed within `most` characters, if it has not yet."""
+        """Whether `text[start:]` is so long that `find` with `most`, if it has found nothing, never will."""
         return len(text) - start > most + self._longest
 
     def held(self, text: str, start: int) -> int:
@@ -50,10 +51,11 @@ class Markers:
 
 
 class TextMachine:
-    """Base of the parsers. A state is a method that reads from the text; it returns False if it needs more.
+    """Base of the parsers. A state is a method that reads from the text; it returns False if nothing more is
+    to be read for now.
 
-    A state may wait for more text, but must not otherwise depend on where the text ends now. So the outcome
-    is the same however the text is cut.
+    A state may wait for more text, but should not otherwise depend on where the text ends now, so that the
+    outcome is the same however the text is cut.
 
     Args:
         sink: gets what is found.
@@ -69,7 +71,7 @@ class TextMachine:
         markers = {*openers, *closers, *sink.hidden}
         self._markers = Markers(*markers) if markers else None
         self._opened = ""
-        """The marker that opened what is being read."""
+        """Text that opened the call or message being read, such as its marker; `_give_up` needs it."""
         self._text, self._at = "", 0
         self._is_last = False
         self._state: Callable[[], bool] = self._content
@@ -85,7 +87,7 @@ class TextMachine:
         self._end()
 
     def _end(self) -> None:
-        """Handles the text that is left when no state goes on: it is content."""
+        """Handles the text that is still unread when the answer has ended: it becomes content."""
         self.sink.text(self._rest())
 
     def _rest(self) -> str:
@@ -130,7 +132,7 @@ class TextMachine:
         return piece, found
 
     def _skip(self, characters: str = " \t\r\n") -> bool:
-        """Skips these characters; returns whether the text has another one after them."""
+        """Skips these characters as far as they come next; returns whether another character is there yet."""
         text, at = self._text, self._at
         while at < len(text) and text[at] in characters:
             at += 1
@@ -148,18 +150,18 @@ class TextMachine:
     def _until(self, markers: Markers, behind: int = 0) -> re.Match[str] | None:
         """Finds a marker within MAX_HEADER characters of index `behind` (0: of the next unread character).
 
-        None: there is none so far; `_is_hopeless` says whether one can still come.
+        None: there is none so far; `_is_hopeless` says when to stop waiting for one.
         """
         return markers.find(self._text, behind or self._at, MAX_HEADER)
 
     def _is_hopeless(self, markers: Markers, behind: int = 0) -> bool:
-        """Whether a marker that `_until` has not found cannot come any more."""
+        """Whether a marker that `_until` has not found need not be waited for any more."""
         return self._is_last or markers.is_late(self._text, behind or self._at, MAX_HEADER)
 
     def _give_up(self, raw: str = "") -> bool:
-        """Ends a text that turned out to be no call: its marker and `raw` become content.
+        """Ends what turned out to be no call or message: its beginning (`_opened`) and `raw` become content.
 
-        The text after it is read as content again.
+        The unread text is read as content again.
         """
         self.sink.raw(self._opened + raw)
         self._opened = ""

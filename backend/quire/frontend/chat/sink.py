@@ -29,14 +29,14 @@ class ToolCallDelta:
 class AnswerSink:
     """Content, reasoning and calls of one answer that were not popped yet.
 
-    White space between reasoning, content and calls is left out: after reasoning and calls, and before a call
-    that comes first.
+    White space directly after reasoning or a call is left out. If an answer has nothing but white space
+    before its first call, that is left out, too.
 
     A call is complete after `end_call`. If its text turns out to be invalid before that, the pieces already
     sent cannot be taken back, so `has_all_calls` stays false.
 
     Args:
-        names: names of the request's tools; parsers treat a call of another tool as content.
+        names: names of the request's tools; a call of another tool does not count as a call.
         hidden: markers that are special tokens and must not appear in content.
         max_calls: number of calls after which everything is left out; None: no limit.
         short_ids: whether ids of calls are 9 letters and digits, as Mistral's templates require.
@@ -106,7 +106,7 @@ class AnswerSink:
         self._content.append(piece)
 
     def raw(self, piece: str) -> None:
-        """Adds text that looked like a call but is none as content, without the markers in `hidden`."""
+        """Adds, as content, a text that turned out to be no call. Markers in `hidden` are left out of it."""
         for marker in self.hidden:
             piece = piece.replace(marker, "")
         self.text(piece)
@@ -117,7 +117,8 @@ class AnswerSink:
             self._reasoning.append(piece)
 
     def edge(self) -> None:
-        """Marks a boundary of content. Drops white space after it, and before it if the answer begins so."""
+        """Marks a boundary of content. White space after it is dropped. White space before it is dropped
+        if it is the only content so far."""
         self._at_edge, self._drops_space = True, True
         self._space.clear()
 

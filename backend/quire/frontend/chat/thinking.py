@@ -72,7 +72,7 @@ class ThinkSplitter(TextMachine):
         return self._close()
 
     def _close(self) -> bool:
-        """Ends the reasoning. The other parser gets all text that follows."""
+        """Ends the reasoning, if there is any. The other parser gets the unread text and all that follows."""
         self.is_reasoning, self.is_over = False, True
         self._then.feed(self._rest())
         return False

@@ -1,8 +1,9 @@
 """Grammars of answers to chat messages: calls that are required or have begun, and response formats.
 
-They are structural tags (`StructuredOutput.structural_tag`). Calls stand between the model's own markers,
-with arguments that follow the tools' schemas, in JSON or in the model's own form. A response format is JSON,
-a regular expression or a choice. Reasoning comes before, if the model's answers begin with it.
+They are structural tags (`StructuredOutput.structural_tag`). Calls have the model's own form. The
+arguments of required calls are made from the tools' schemas; those of optional calls may be any JSON object
+if the model writes them as JSON. A response format becomes a part of such a tag, so that reasoning can come
+before it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class CallForm:
     behind: str = ""
     """Text after the last call."""
     trigger: str = ""
-    """Text that stands only at the beginning of a call, even in free text; empty: there is no such text."""
+    """Text with which calls begin, even within free text, and by which the grammar of optional calls
+    recognises them; empty: optional calls have no grammar."""
     is_single: bool = False
-    """Whether the answer ends with the call."""
+    """Whether an answer ends with its first call."""
     arguments: Callable[[Mapping[str, Any]], Format] | None = None
     """Makes the format of arguments from their schema; None: they are JSON."""
 
@@ -80,13 +82,14 @@ def either(*parts: Format) -> Format:
 
 
 def maybe_thought(open_tag: str, close_tag: str, behind: str = "") -> Format:
-    """Returns the format of optional reasoning between its tags; the text `behind` follows it."""
+    """Returns the format of either nothing, or reasoning between its tags and the text `behind` after it."""
     thought = {"type": "tag", "begin": open_tag, "content": {"type": "any_text"}, "end": close_tag}
     return either(text(""), sequence(thought, text(behind)))
 
 
 def format_of(structured: StructuredOutput) -> Format | None:
-    """Returns a grammar as part of a structural tag; None if it cannot be part of one."""
+    """Returns a JSON schema, JSON object, regular expression or choice as part of a structural tag; None for
+    other grammars. A grammar's `after` is left out."""
     if structured.json:
         return {"type": "json_schema", "json_schema": json.loads(structured.json)}
     if structured.json_object:
@@ -104,7 +107,8 @@ def structural_tag(form: Format, after: str = "") -> StructuredOutput:
 
 
 def glm_arguments(schema: Mapping[str, Any]) -> Format:
-    """Returns the format of GLM's arguments: all required ones and any others, in the schema's order."""
+    """Returns the format of GLM's arguments: the schema's properties, in its order. Those not required may be
+    left out."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         return text("")

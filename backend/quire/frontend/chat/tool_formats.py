@@ -1,6 +1,6 @@
-"""Parsers of tool calls: one machine for each format in which models write them.
+"""Parsers of answers with tool calls: one machine for each format in which models write calls.
 
-Text that is no call, or a call of a tool that the request does not have, is content.
+A call of a tool that the request does not have counts as other text, which is mostly content.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from quire.frontend.chat.sink import AnswerSink
 
 
 class ObjectMachine(TextMachine):
-    """Base of formats with calls that are JSON objects of the tool's name and the arguments.
+    """Base of the parsers that read calls as JSON objects with the tool's name and its arguments.
 
-    Subclasses implement `_behind`, the state after a call.
+    Subclasses implement `_behind`, the state after such a call.
     """
 
     _needs_arguments = False
@@ -44,7 +44,7 @@ class ObjectMachine(TextMachine):
 
 
 class Hermes(ObjectMachine):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and others."""
 
     def __init__(self, sink: AnswerSink, tools: Mapping[str, Any]) -> None:
         super().__init__(sink, {"<tool_call>": self._begin_object})
@@ -191,8 +191,8 @@ class Glm(TextMachine):
     """`<tool_call>name`, then for each argument a line `<arg_key>k</arg_key>` and one
     `<arg_value>v</arg_value>`, and `</tool_call>`: GLM 4.5.
 
-    Values are JSON, except strings, which are bare text. A value is a string if the tool's schema says so or
-    if it is no valid JSON.
+    Values are JSON, except strings, which are bare text. A value is a string if its type in the tool's schema
+    is "string" alone, or if it is no valid JSON.
     """
 
     _NAME_END = Markers("\n", "<arg_key>", "</tool_call>")
@@ -292,7 +292,7 @@ class Glm(TextMachine):
 
 
 class Plain(TextMachine):
-    """Format of models without calls: all text is content."""
+    """Parser of answers without calls: all text is content, but for the markers that the sink hides."""
 
     def __init__(self, sink: AnswerSink, tools: Mapping[str, Any]) -> None:
         super().__init__(sink, {})
@@ -302,11 +302,11 @@ class Harmony(TextMachine):
     """Messages of gpt-oss: `<|channel|>name to=recipient<|message|>text` and an end marker.
 
     A message to `functions.name` is a call if the request has this tool. Of the other messages, those of
-    channel analysis are reasoning, and the rest are content. The prompt ends with the beginning of the first
-    message, `<|start|>assistant`.
+    channel analysis are reasoning, and the rest are content. The beginning of the first message,
+    `<|start|>assistant`, is usually the end of the prompt.
 
     Args:
-        keeps_reasoning: whether reasoning is separated from content; if not, it counts as content.
+        keeps_reasoning: whether reasoning is kept apart; if not, it is content.
     """
 
     _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -325,7 +325,7 @@ class Harmony(TextMachine):
         self._arguments: ArgumentsReader | None = None
         self._state = self._first
         self.is_reasoning = False
-        """Whether the present message is reasoning."""
+        """Whether the text of the present message is passed on as reasoning."""
 
     def _first(self) -> bool:
         """State at the answer's beginning, where a recipient may come before the channel."""
