@@ -1,4 +1,4 @@
-"""Roofline: the least bytes and operations of a step, and how close the step came to the device's limits."""
+"""Roofline: estimates the bytes and operations of a step, and how close it came to the device's limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Row = tuple[int, int, bool]
-"""(num_computed_tokens, num_scheduled_tokens, whether it samples) of a row of a step."""
+"""(num_computed_tokens, num_scheduled_tokens, whether the row samples) of a row of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +22,31 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Bytes that a model reads and operations that it computes.
+    """Numbers of a model from which the bytes that a step reads and the operations that it computes are
+    estimated.
 
-    Weights count once per step, with their bytes in memory. Activations, rows of the embedding table and
-    everything that is written do not count.
+    Weights count once per step, with their bytes in memory. Activations, states, rows of the embedding table
+    and everything that is written do not count.
     """
 
     layer_bytes: int
-    """Bytes of the weights of all layers; of a layer's experts, only as many count as one token uses."""
+    """Bytes of the weights of all linear layers but the output head; of a layer's experts, only as many count
+    as one token uses."""
     layer_flops: int
     """Operations of all layers' matrix products for one token, without attention."""
     head_bytes: int
-    """Bytes of the output head, which is read only by steps that sample."""
+    """Bytes of the output head; they count in steps that sample."""
     head_flops: int
     """Operations of the output head for one row of logits."""
     kv_token_bytes: int
-    """Bytes of one token's keys and values in one layer."""
+    """Bytes that one layer with attention keeps in the KV cache for one token."""
     pair_flops: int
     """Operations of attention between one query token and one key token in one layer."""
     windows: tuple[int | None, ...]
-    """Number of positions that a token sees in each layer, including itself; None: all."""
+    """Most positions that a token sees, including its own, for each layer with attention; None: no limit."""
 
     def of_step(self, rows: Iterable[Row]) -> Work:
-        """Returns the least work of a step with these rows."""
+        """Returns the estimated work of a step with these rows."""
         tokens = keys = pairs = draws = 0
         by_window = {window: self.windows.count(window) for window in dict.fromkeys(self.windows)}
         for computed, count, samples in rows:
@@ -75,7 +77,7 @@ class DeviceLimits:
     bytes_s: float
     """Bytes per second read from memory."""
     flops_s: float
-    """Operations per second, in large matrix products."""
+    """Operations per second in a large matrix product."""
     method: str
     """How the rates were measured."""
 
@@ -83,9 +85,9 @@ class DeviceLimits:
         """Compares `work`, done in `seconds`, with the limits.
 
         Returns:
-            `mbu` and `mfu`: fractions of the memory and compute limits that were reached. `bound`: "memory"
-            or "compute", whichever takes longer at its limit. `of_limit`: that time as a fraction of
-            `seconds`.
+            `mbu` and `mfu`: reached fractions of the memory and of the compute limit. `bound`: "memory" or
+            "compute", whichever would take longer at its limit. `of_limit`: that longer time as a fraction of
+            `seconds`, the larger of `mbu` and `mfu`.
         """
         mbu, mfu = work.num_bytes / self.bytes_s / seconds, work.flops / self.flops_s / seconds
         bound = "memory" if mbu >= mfu else "compute"

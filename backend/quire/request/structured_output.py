@@ -1,4 +1,4 @@
-"""StructuredOutput: the grammar that a request's output must follow, parsed from each form that clients use.
+"""StructuredOutput: the grammar that a request's output must follow, parsed from the forms that clients use.
 
 This module checks only what needs no vocabulary; compiling the grammar finds further errors.
 """
@@ -17,33 +17,36 @@ from quire_common.client_json import parse_json
 from quire_common.errors import InputError, kind
 
 MAX_GRAMMAR_LENGTH = 2**17
-"""Most characters of a JSON schema, an EBNF grammar or a structural tag."""
+"""Most characters of a grammar, a JSON schema or a structural tag. The last two are measured as ASCII JSON
+text without spaces."""
 MAX_REGEX_LENGTH = 2**13
 MAX_ALTERNATIVES = 2**10
 """Most strings in a `choice`."""
 MAX_ALTERNATIVE_LENGTH = 2**12
 MAX_ALTERNATIVES_LENGTH = 2**16
-"""Most characters in all strings of a `choice`."""
+"""Most characters of all strings of a `choice` together."""
 MAX_AFTER_LENGTH = 2**8
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Constraint that the output must satisfy: exactly one of KINDS is set. Hashable."""
+    """Constraint on a request's output, or on the part of it behind `after`; exactly one of KINDS is set.
+    Hashable."""
 
     json: str = ""
     """A JSON schema, as JSON text of an object."""
     json_object: bool = False
-    """Whether the output must be a JSON object, of any content."""
+    """Whether the constrained text must be a JSON object, of any content."""
     regex: str = ""
-    """A regular expression that the whole output must match."""
+    """A regular expression that the whole constrained text must match."""
     choice: tuple[str, ...] = ()
-    """Strings of which the output must be one."""
+    """Strings, one of which the constrained text must be."""
     grammar: str = ""
     """A context-free grammar in EBNF or Lark's notation."""
     structural_tag: str = ""
-    """JSON text of a structural tag: free text in which tags begin parts that follow a grammar."""
+    """JSON text of a structural tag, which usually allows free text and, after certain tags in it, parts that
+    follow a grammar."""
     after: str = ""
     """Text after whose first occurrence in the output the grammar applies; empty: it applies from the
     start."""
@@ -59,14 +62,14 @@ def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
 
     Args:
         field: name of the value, one of FIELDS; it decides how the value is read.
-        value: the client's value, not None.
+        value: the client's value, not None; or a StructuredOutput, which is checked and returned.
 
     Returns:
         The grammar; None: the value asks for none (`response_format` for plain text, or a false
         `guided_json_object`).
 
     Raises:
-        InvalidArgumentError: names `field`, what is wrong, and the limit.
+        InvalidArgumentError: the value is wrong; says in what.
     """
     if isinstance(value, StructuredOutput):
         check_structured_output(value)
@@ -75,15 +78,16 @@ def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
 
 
 def check_structured_output(value: StructuredOutput) -> None:
-    """Raises InvalidArgumentError for a grammar that a client could not state, or whose JSON text is not in
-    the form that parsing gives it."""
+    """Raises InvalidArgumentError for a grammar that parsing a client's value cannot give, such as one whose
+    JSON text has spaces between its parts."""
     stated = {name: given for name, given in msgspec.structs.asdict(value).items() if given}
     if _build("structured_output", stated) != value:
         raise fail("structured_output", "must hold normalized JSON")
 
 
 def _object(field: str, value: Any) -> dict[str, Any]:
-    """Returns a JSON object given as such or as text."""
+    """Returns a JSON object that is given as a mapping or as JSON text. Raises InvalidArgumentError if it is
+    neither."""
     try:
         found = parse_json(field, value) if isinstance(value, str) else value
     except InputError as error:
@@ -150,8 +154,8 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _build(field: str, stated: Mapping[str, Any]) -> StructuredOutput:
-    """Returns the constraint from the keys of our own object. Null, and false for `json_object`, count as not
-    given."""
+    """Returns the constraint that a `structured_output` object states. A key that is null counts as not
+    given, and so does a false `json_object`."""
     given: dict[str, Any] = {}
     for key, value in stated.items():
         if key not in _KEYS:
@@ -173,14 +177,15 @@ def _own(field: str, value: Any) -> StructuredOutput:
 
 
 def _vllm(field: str, value: Any) -> StructuredOutput:
-    """Parses vLLM's object. Its keys that tune a grammar library are accepted only if their values are empty
-    or false."""
+    """Parses vLLM's object, which may have more keys than ours. They are ignored if their values are empty,
+    zero, false or null, and refused otherwise."""
     stated = {key: given for key, given in _object(field, value).items() if given or key in KINDS}
     return _build(field, stated)
 
 
 def _openai(field: str, value: Any) -> StructuredOutput | None:
-    """Parses OpenAI's `response_format`, and vLLM's `structural_tag` in it."""
+    """Parses OpenAI's `response_format`, in which vLLM's type `structural_tag` is allowed too. None: it asks
+    for plain text."""
     stated = _object(field, value)
     form = stated.pop("type", None)
     if form == "text":
@@ -218,4 +223,4 @@ FIELDS: dict[str, Callable[[str, Any], StructuredOutput | None]] = {
     "guided_grammar": _guided("grammar"),
     "response_format": _openai,
 }
-"""Parser of each field that may hold a grammar: ours first, then vLLM's, then OpenAI's."""
+"""Parser of each request field that holds a grammar, by name: ours first, then vLLM's, then OpenAI's."""

@@ -1,4 +1,4 @@
-"""Validates a request against its model; run in the frontend and again in the engine."""
+"""Checks of a request against its model. Most are made in the frontend and again in the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def check_prompt(
     prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int, is_pooled: bool = False
 ) -> None:
     """Raises InvalidArgumentError for a prompt that is empty, too long, or has a token id outside the
-    vocabulary. It must leave a token to generate, unless it is pooled."""
+    vocabulary. The prompt is too long if it is longer than `max_model_len`, or, unless it is pooled, as
+    long."""
     if not prompt_token_ids:
         raise InvalidArgumentError("prompt", "must hold at least one token")
     check_prompt_length(len(prompt_token_ids), max_model_len, is_pooled=is_pooled)
@@ -25,8 +26,8 @@ def check_prompt(
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int, *, is_pooled: bool = False) -> None:
-    """Raises InvalidArgumentError for a prompt that is too long, or so long that no token is left to generate
-    if it is not pooled."""
+    """Raises InvalidArgumentError for a prompt of more than `max_model_len` tokens, and for one of just as
+    many that is not pooled, as it leaves no room for a generated token."""
     if is_pooled:
         if num_tokens > max_model_len:
             raise InvalidArgumentError(
@@ -39,7 +40,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int, *, is_pooled: bool 
 
 
 def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidArgumentError if a parameter names a token id outside the vocabulary."""
+    """Raises InvalidArgumentError if a sampling parameter names a token id outside the vocabulary."""
     named = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(params.logit_bias),
@@ -55,7 +56,8 @@ def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
-    """Raises InvalidArgumentError if the prompt log-probabilities are too many for one response."""
+    """Raises InvalidArgumentError if the request asks for more than MAX_PROMPT_LOGPROBS log-probabilities of
+    its prompt."""
     if params.prompt_logprobs is None:
         return
     count = (num_prompt_tokens - 1) * (params.prompt_logprobs + 1)
@@ -68,8 +70,8 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 
 def as_pooling(params: SamplingParams, pooling: Pooling, hidden_size: int) -> SamplingParams:
-    """Returns the engine's sampling parameters for a request for an embedding or scores. Of the client's,
-    only `dimensions` and `pooling` are used, because no token is sampled.
+    """Returns the engine's sampling parameters for a request for an embedding or scores. Only the client's
+    `dimensions` and `pooling` count, because no token is sampled.
 
     Args:
         params: the client's parameters; without `dimensions`, an embedding has the size `hidden_size`.
@@ -77,9 +79,9 @@ def as_pooling(params: SamplingParams, pooling: Pooling, hidden_size: int) -> Sa
         hidden_size: the model's hidden size, the largest size of an embedding.
 
     Raises:
-        InvalidArgumentError: the model gives no such result, or not as many dimensions (for scores: another
-            number), or the client wants several choices, beams, log-probabilities or a structured output as
-            well.
+        InvalidArgumentError: the model gives no such result; `dimensions` is above `hidden_size` or, for
+            scores, not their number; or the client wants several choices, beams, log-probabilities or a
+            structured output as well.
     """
     size = params.dimensions or hidden_size
     if params.pooling.task == "classify":
@@ -127,7 +129,7 @@ def check_logits_processors(params: SamplingParams, listed: Container[str]) -> N
 
 
 def check_choices(params: SamplingParams, max_num_seqs: int) -> None:
-    """Raises InvalidArgumentError if the request has more choices than can ever be computed together."""
+    """Raises InvalidArgumentError if the request has more choices, or more beams, than `max_num_seqs`."""
     if params.num_sequences > max_num_seqs:
         field = "beam_width" if params.beam_width > 1 else "best_of" if params.best_of else "n"
         raise InvalidArgumentError(

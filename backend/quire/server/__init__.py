@@ -1,2 +1,2 @@
-"""`quire serve`, which runs a tritonserver and the gateway in front of it, with their files and ports; and
-`quire healthcheck`."""
+"""`quire serve`, which runs a tritonserver and, if asked for, the OpenAI gateway in front of it; and `quire
+healthcheck`."""

@@ -1,4 +1,4 @@
-"""The OpenAI gateway that `quire serve` runs beside tritonserver."""
+"""Gateway: the OpenAI gateway as a child process of `quire serve`, beside tritonserver."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.engine.run_module import RUN_MODULE
 from quire.errors import ConfigError
 
 RESTART_S, MAX_RESTART_S = 1.0, 32.0
-"""Shortest and longest time in seconds from one start of the gateway to the next, as each start computes for
-a second or two. The time doubles with each start, up to the longest. After a run of more than the longest
-time it is the shortest again."""
+"""Least seconds from one start of the gateway to the next, as each start computes for a second or two: at
+first RESTART_S, doubled with each restart up to MAX_RESTART_S, and RESTART_S again after a run that lasted
+longer than MAX_RESTART_S."""
 
 REACH_S = 5.0
 """Seconds from the gateway's first answer until `Gateway.is_ready` no longer waits for it to reach the
@@ -27,13 +27,13 @@ server."""
 
 
 def check_installed() -> None:
-    """Raises ConfigError where the gateway's packages are missing."""
+    """Raises ConfigError if packages of the gateway are missing."""
     if any(importlib.util.find_spec(name) is None for name in ("quire_client", "uvicorn", "starlette")):
         raise ConfigError("--openai-port: needs the gateway: pip install 'quire-triton-client[openai]'")
 
 
 class Gateway:
-    """`quire-client openai` as a child process. If it ends while the server serves, it is started again.
+    """`quire-client openai` as a child process. If it ends, `due` says when the caller has to start it again.
 
     Args:
         address: address at which it listens.
@@ -59,7 +59,7 @@ class Gateway:
         self._is_ending = False
         self._answers_since: float | None = None
         self.due = math.inf
-        """Time (monotonic) of the next start; infinite while the process runs."""
+        """Time (CLOCK_MONOTONIC seconds) at which the caller has to call `start`; infinite: none is due."""
         self.start()
 
     def start(self) -> None:
@@ -83,8 +83,9 @@ class Gateway:
         """Whether the gateway answers and has reached the server.
 
         A gateway that could not reach the server tries again in a second, and until then answers that the
-        server is away. The server counts as reached REACH_S after the gateway's first answer in any case,
-        because it may restrict its health (`--grpc-restricted-protocol=health:...`).
+        server is away. If the gateway answers, the server counts as reached in any case REACH_S after the
+        first answer, because it may restrict questions about its health
+        (`--grpc-restricted-protocol=health:...`).
         """
         connection = http.client.HTTPConnection(probe_address, self._port, timeout=5.0)
         try:
@@ -99,8 +100,8 @@ class Gateway:
         return status == 200 or time.monotonic() - self._answers_since > REACH_S
 
     def reap(self) -> None:
-        """Collects the status of the process, which has ended. Sets `due`, the time of the next start, unless
-        `terminate` was called."""
+        """Collects the exit status of the process, which has ended. Sets `due` to the time of the next start,
+        unless `terminate` was called."""
         status = self._process.wait()
         if self._is_ending:
             return
@@ -112,7 +113,7 @@ class Gateway:
         self._restart_s = min(2 * self._restart_s, MAX_RESTART_S)
 
     def terminate(self) -> None:
-        """Asks the process to end once its answers under way have ended (see `exit_timeout_s`). It is not
-        started again."""
+        """Asks the process to end once its answers under way have ended (see `exit_timeout_s`). The process
+        will not be due for another start."""
         self._is_ending, self.due = True, math.inf
         self._process.terminate()

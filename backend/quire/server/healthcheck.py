@@ -1,8 +1,8 @@
-"""`quire healthcheck`: whether an engine still computes tokens, for liveness probes.
+"""`quire healthcheck`: whether an engine still computes, for liveness probes.
 
 A damaged tritonserver can keep all its ports open and answer "ready"; in many releases so does one whose stub
-has died. So the engine is asked, through the model, how many steps it has finished, until there are more or
-the probe's time is over. An idle engine computes a token for that. A request of the probe's own would wait
+has died. So the engine is asked, through the model, how many steps it has finished, until the number changes
+or the probe's time is over. An idle engine computes a step for that. A request of the probe's own could wait
 behind others, find the queue full, or its tenant's quota used up.
 """
 
@@ -20,10 +20,10 @@ import click
 PAUSE_S = 0.2
 GRPC_MARGIN_S = 1.0
 NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
-"""Addresses of this machine, for which the environment's proxy is not used. `quire_client` repeats this rule,
-because neither package depends on the other."""
+"""Matches a loopback address, for which the environment's proxy is not used. `quire_client` repeats this
+rule, because neither package depends on the other."""
 FULL = "the queue is full"
-"""Part of a frontend's error when too many requests wait to be parsed."""
+"""Part of a frontend's error when too many requests, or too long ones, wait to be parsed."""
 
 
 class ProbeError(Exception):
@@ -35,8 +35,8 @@ def probe(url: str, model: str, timeout_s: float) -> str:
     answer counts as one.
 
     Args:
-        timeout_s: seconds for the whole probe, connecting included. A step that takes longer is no failure
-            until the engine's watchdog considers it overdue.
+        timeout_s: seconds for the whole probe, connecting included. If the engine had work at the first
+            answer, a step that takes longer is no failure until the engine's watchdog considers it overdue.
 
     Returns:
         The proof of progress, in words.

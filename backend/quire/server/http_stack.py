@@ -1,8 +1,8 @@
-"""Gives tritonserver's HTTP threads a stack so large that a request in many pieces cannot end the server.
+"""Gives tritonserver's HTTP threads a large stack, so that a request in many pieces hardly ends the server.
 
 Servers before 25.07 use 16 bytes of a thread's stack for each piece in which a body arrives, such as a chunk.
 When the stack is used up, a signal ends them: with the usual 8 MiB at half a million pieces. With the stack
-given here, memory is used up before, at 1 KiB for each piece.
+given here, most machines lack the memory for so many pieces, as each takes 1 KiB.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def limits_for_server(limits: tuple[int, int]) -> tuple[int, int]:
     """Returns limits of the stack (soft, hard) that give a server's threads HTTP_STACK_BYTES, if possible.
 
     A stack's size reserves address space, not memory. Where the system counts that as memory
-    (vm.overcommit_memory=2), the limits stay as they are. If the stack is too small, a line on stderr says
-    how many pieces a request may have.
+    (vm.overcommit_memory=2), the limits stay as they are. If the stack is smaller than HTTP_STACK_BYTES, a
+    line on stderr says how many pieces a request may safely have.
 
     Args:
         limits: the present limits.

@@ -4,7 +4,7 @@ While a stub initializes, tritonserver expects a sign of life once a second (onc
 thread of the stub gives it every 0.3 s. If that thread does not run in time, because the machine is busy or
 was paused, the server considers the stub dead, and waits for the end of its process before it reports that.
 The stub lives, goes on to initialize, and then waits for work: nothing is logged, no port opens, and one of
-the threads that load models is gone. (In 24.10 that is in stub_launcher.cc of python_backend:
+the threads that load models stands still. (In 24.10 that is in stub_launcher.cc of python_backend:
 `ReceiveMessageFromStub` fails, and `Launch` leaves by `WaitForStubProcess`.) The server also waits for a stub
 that died before its first answer.
 """
@@ -26,13 +26,13 @@ GRACE_S = 10.0
 """Seconds that the server must have waited for a stub before the stub counts as lost. Until then it may be
 one that has answered and ends by itself, for which the server waits too. To kill such a stub does no harm."""
 KILL_GRACE_S = 1.0
-"""Seconds as GRACE_S, for starts that kill lost stubs. They are few, as a lost stub may write to memory that
-the server has freed, which can end the server."""
+"""The same time as GRACE_S, for starts that kill lost stubs. It is short, as a lost stub may write to memory
+that the server has freed, which can end the server."""
 LOOK_S = 1.0
 
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine(), "")
 _MODEL_PY, _NAME = 1, 8
-"""Places in a stub's command line."""
+"""Positions of the path of `model.py`, and of the name of what the stub serves, in a stub's command line."""
 
 
 class LostStubs:
@@ -53,12 +53,12 @@ class LostStubs:
 
     @property
     def suspects(self) -> list[str]:
-        """Names of the stubs that the server was waiting for at the last look."""
+        """Names of the stubs, lost or not, that the server was waiting for at the last look."""
         return [self._names[pid] for pid in self._since]
 
     def look(self) -> dict[int, str]:
-        """Returns the names of the lost stubs by process id, at most LOOK_S old. A name is that of the model
-        instance, `<model>_<group>_<number>`, or says that the stub has died."""
+        """Returns the names of the lost stubs by process id, as found at most LOOK_S ago. A name is that of
+        the model instance, `<model>_<group>_<number>`, or says that the stub has died."""
         now = time.monotonic()
         if now - self._looked >= LOOK_S:
             self._looked = now
@@ -68,10 +68,10 @@ class LostStubs:
         return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= self._grace_s}
 
     def kill(self, pid: int) -> bool:
-        """Kills a lost stub. The server then fails to load the model, or loads it again.
+        """Kills a lost stub. The server then usually fails to load the model, or loads it again.
 
         Returns:
-            False if an earlier call has killed it already.
+            False if an earlier call has sent it the signal already; then this call sends none.
         """
         self._since[pid] = time.monotonic() + GRACE_S
         is_first = pid not in self._killed
@@ -83,8 +83,8 @@ class LostStubs:
 
 
 def awaited_stubs(server: int) -> dict[int, str]:
-    """Returns the names, by process id, of the stubs whose end a thread of `server` waits for, and of zombie
-    stubs.
+    """Returns the names, by process id, of the stubs whose end a thread of `server` waits for, and of its
+    zombie stubs.
 
     Waiting threads are not found where the system does not show their system calls.
     """

@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 
 
 def link_models(repositories: Sequence[Path], names: Iterable[str], target: Path) -> None:
-    """Makes `target` with a link to each named model and, for ensembles, to their members.
+    """Makes the directory `target` with a link to each named model and, for ensembles, to their members.
 
     A member that no repository has is left out: the server reports which ensemble lacks it.
 
@@ -53,10 +53,11 @@ def _members(model: Path) -> list[str]:
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
-    """Reads a model directory's config.pbtxt, with the keys that it has there; needs tritonclient.
+    """Returns what a model directory's config.pbtxt states, as a mapping without default values and unknown
+    keys; needs tritonclient.
 
     Raises:
-        ConfigError: missing or broken; names the file.
+        ConfigError: the file is missing or broken; names it.
     """
     from google.protobuf import json_format, text_format
     from tritonclient.grpc import model_config_pb2

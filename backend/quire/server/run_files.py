@@ -1,8 +1,8 @@
-"""Files of one run of `quire serve`: its shared-memory regions, a lock, and a directory for sockets and for
-model repositories that it writes.
+"""Files of one run of `quire serve`: the shared-memory regions of its stubs, a lock, and a directory for
+sockets and for model repositories that the run writes.
 
-Their names have the run's id, so that they can be removed whatever happened to the processes. The server and
-its stubs inherit the lock, which tells a later start whether the run is over.
+Their names contain the run's id, so that a later start can remove them if the processes were killed. The
+server and its stubs inherit the lock, which tells a later start whether the run is over.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _LOCK_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}-lock")
 class RunFiles:
     """Files of this run.
 
-    `shm_prefix` begins the name of each of the run's regions in /dev/shm. `directory` is private to the user;
-    its path is short, as a socket's path has 107 bytes at most. The server must inherit `lock_fd`. The lock
-    becomes free when this process and the last of its heirs have ended, even if they were killed.
+    `shm_prefix` begins the names of the lock and of the stubs' shared-memory regions in /dev/shm. `directory`
+    is private to the user; its name is short, as a socket's path has 107 bytes at most. The server must
+    inherit `lock_fd`. The lock becomes free when the last process that has this descriptor has closed it or
+    ended, even if it was killed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class RunFiles:
 
 
 def remove_stale() -> None:
-    """Removes the files of runs whose lock is free (after a SIGKILL of the whole group, say).
+    """Removes the files of this user's runs whose lock is free (after a SIGKILL of the whole group, say).
 
     Everybody can make files in /dev/shm. So only locks that belong to this user and have a run's name count.
     """

@@ -1,9 +1,9 @@
-"""`quire serve`: one tritonserver in the foreground, with safe flags, that leaves nothing behind.
+"""`quire serve`: runs a tritonserver in the foreground, with safe flags, and cleans up behind it.
 
-The server runs in a session of its own, so that a Ctrl-C reaches it once, through us. This process is the
+The server runs in a session of its own, so that a Ctrl-C reaches it once, through `quire serve`, which is the
 subreaper of everything below it: a stub or an engine whose parent died becomes its child, is reaped, and is
-killed at the end at the latest. Shared-memory regions carry a name of this run and are removed with it. Those
-of runs that were killed are recognised by their unheld lock and removed at the next start.
+killed at the end at the latest. The stubs' shared-memory regions carry a name of this run and are removed at
+its end. Those of runs that were killed are recognised by their unheld lock and removed at the next start.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
 
 FORWARDED_HEADERS = f"(?i)({'|'.join([*HEADERS, *TRACE_HEADERS])})"
-"""Regular expression of the clients' headers that reach the models. HTTP keeps their case, gRPC has lower
-case."""
+"""Regular expression of the clients' headers that reach the models, unless `--forward-headers` gives another.
+It ignores case, as a header keeps its case in HTTP and has lower case in gRPC."""
 
 NOBODY = "quire-admin=no\nbody"
-"""Header and value that would open restricted APIs. Nobody can send it, as neither HTTP nor gRPC allows a
-line feed in a value. A random value would be in the command line, which every local user can read."""
+"""Header and value that would open the restricted APIs. Nobody can send them, as neither HTTP nor gRPC allows
+a line feed in a value. A random value would be in the command line, which every local user can read."""
 
 MAX_HTTP_BODY = 64 << 20
-"""Largest HTTP request body that is tested to be answered, in bytes. Servers from 25.10 on refuse larger
-ones."""
+"""Largest HTTP request body, in bytes, that servers from 25.10 on accept, unless the user's own arguments for
+the server set another limit."""
 # The way from SIGTERM to our exit: requests in flight go on until UNLOAD_S before --exit-timeout, then the
 # engines end them and Triton unloads; what is left after the grace is killed. Servers from 26.09 on wait for
 # each unload in whole seconds: eleven models take 4 to 5 s. Servers before 26.04 leak streams, and wait for
@@ -72,8 +72,8 @@ STOP_AGAIN_S = 0.2
 LEFTOVER_GRACE_S = 0.5
 READY_POLL_S = 0.1
 LOAD_RETRIES = (0, 8, 8)
-"""Further attempts to load each model: in the first start, and in those after a start that lost a stub. The
-first start has none, so that an error in a model is reported once, and at once."""
+"""Further attempts to load each model, one number for each start: a start that lost a stub is followed by the
+next one. The first start has none, so that an error in a model is reported once, and at once."""
 IDLE_S = 3600.0
 """Longest wait for a signal while there is nothing else to do, in seconds."""
 
@@ -92,9 +92,10 @@ class ServeConfig:
 
     repositories: tuple[Path, ...] = ()
     checkpoint: str | None = None
-    """Checkpoint to serve besides the repositories, under the model names of `quire repository build`."""
+    """Checkpoint to serve besides the repositories, under the model names of `quire repository build`; None:
+    none."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of quire.json of the checkpoint's engine."""
+    """Values of keys of quire.json, for the checkpoint's engine."""
     address: str = LOOPBACK
     http_port: int = 8000
     grpc_port: int = 8001
@@ -140,7 +141,8 @@ class ServeConfig:
         return ports if self.openai_port is None else {**ports, "--openai-port": self.openai_port}
 
     def _check_ports(self) -> None:
-        """Raises ConfigError if two options name the same port, because `bind_port` would bind it twice."""
+        """Raises ConfigError if two options name the same port other than 0, because `bind_port` would bind
+        it twice."""
         owners: dict[int, str] = {}
         for option, port in self.ports.items():
             if port and owners.setdefault(port, option) != option:
@@ -151,8 +153,9 @@ def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
     """Checks the user's own arguments for tritonserver.
 
     Raises:
-        ConfigError: they would let every client load code into the server, turn off HTTP, by which the server
-            is asked whether it is ready, cut off the gateway, or set a port or address.
+        ConfigError: they turn on explicit model control without restricting it, so that every client could
+            load code into the server; turn off HTTP, by which the server is asked whether it is ready; cut
+            off the gateway; or set a port or address of HTTP, gRPC or metrics.
     """
 
     def values(flag: str) -> list[str]:
@@ -186,12 +189,11 @@ def _check_extra_args(extra_args: Sequence[str], *, has_gateway: bool) -> None:
 
 
 def bind_port(address: str, port: int, option: str) -> socket.socket:
-    """Binds `port` (0: any free one) without listening, so that nobody else gets it while models load. Raises
-    ConfigError, which names `option`, if the port cannot be bound.
+    """Binds `port` (0: any free one) without listening, so that the kernel gives it to nobody else as a free
+    port while models load. Raises ConfigError, which names `option`, if the port cannot be bound.
 
     Triton opens its ports after the models are loaded, which may take minutes. A bound socket that does not
-    listen lets the server bind the same port (both sides set SO_REUSEADDR) and is passed over by the kernel
-    when it picks a free port for anyone else.
+    listen lets the server bind the same port, as both sides set SO_REUSEADDR.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     if port:
@@ -207,7 +209,9 @@ def bind_port(address: str, port: int, option: str) -> socket.socket:
 
 
 def stop_times(config: ServeConfig, flags: frozenset[str]) -> tuple[int, float]:
-    """Returns the exit timeout of a server with these flags, and its part for unloading, in seconds."""
+    """Returns the exit timeout of a server with these flags, and how long before its end the engines are told
+    to end their requests, so that models can be unloaded; in seconds. The second may be the longer one if the
+    user has set a short timeout."""
     is_old = "allow-client-shm" not in flags  # before 26.04
     timeout_s, unload_s = (OLD_EXIT_TIMEOUT_S, OLD_UNLOAD_S) if is_old else (EXIT_TIMEOUT_S, UNLOAD_S)
     return timeout_s if config.exit_timeout_s is None else config.exit_timeout_s, unload_s
@@ -217,8 +221,8 @@ def gateway_exit_timeout_s(timeout_s: int, unload_s: float) -> int:
     """Returns the exit timeout in seconds of the gateway in front of a server. The arguments are what
     `stop_times` returned for this server.
 
-    It is long enough to pass on the engines' last responses. It is not longer, so that clients that do not
-    read use up none of the time that newer servers wait for streams.
+    It leaves RELAY_S seconds to pass on the engines' last responses, unless the server's own timeout is over
+    before. It is not longer, because clients that do not read may use it up.
     """
     return min(timeout_s, math.ceil(max(0.0, timeout_s - unload_s)) + RELAY_S)
 
@@ -234,16 +238,16 @@ def server_arguments(
 ) -> list[str]:
     """Returns tritonserver's command line without the binary.
 
-    Flags that the server does not know are left out. Of most flags given twice the later one wins, so the
+    Our flags that the server does not know are left out. Of most flags given twice the later one wins, so the
     user's own arguments come last.
 
     Args:
         config: the options; its repositories are not used.
-        flags: names of the flags that the server knows.
+        flags: names of the flags that the server knows, without leading dashes.
         backends: the backend directory.
         ports: ports of HTTP, gRPC and metrics.
         shm_prefix: prefix of the names of shared-memory regions.
-        repositories: model repositories to serve, with every model in them.
+        repositories: model repositories, in which every model is served.
         load_retries: further attempts to load a model that fails.
     """
     http_port, grpc_port, metrics_port = ports
@@ -282,10 +286,11 @@ def server_arguments(
 
 
 class StubLostError(UnavailableError):
-    """tritonserver waits for a stub that does not end, or it crashed, as it may after it has lost a stub.
+    """While models were loading, tritonserver lost a stub (`lost_stubs`), or a signal ended the server, which
+    may happen after it has lost a stub.
 
     Args:
-        names: names of the lost stubs; empty: the server crashed.
+        names: names of stubs that are or may be lost; empty: none is known, and a signal ended the server.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -319,12 +324,14 @@ class ServerRun:
         self._began = time.monotonic()
 
     def run(self) -> int:
-        """Serves until stopped or until tritonserver ends; returns the exit status.
+        """Serves until stopped or until tritonserver ends; returns the exit status for `quire serve`.
 
         Raises:
-            StubLostError: the start lost a stub and does not load the model again, or the server crashed.
+            StubLostError: the start lost a stub and does not load its model again, or the server crashed
+                before it was ready.
             UnavailableError: the OpenAI gateway ended before the server was ready.
-            ConfigError: a port cannot be used, or the models of `load_models` cannot be linked.
+            ConfigError: a port cannot be used, the models of `load_models` cannot be linked, or this Python
+                has no shared library.
             ReportedError: the checkpoint cannot be fetched, or no repository can be built for it.
         """
         config = self._config
@@ -370,7 +377,7 @@ class ServerRun:
             path.unlink()
 
     def _leave(self, number: int, _: object) -> None:
-        """Signal handler before there is a server: ends this process at once.
+        """Signal handler before there is a server: removes the run's files and ends this process at once.
 
         An exception would wait for a download's threads.
         """
@@ -380,8 +387,8 @@ class ServerRun:
     def _repositories(self) -> tuple[Path, ...]:
         """Returns the model repositories to serve.
 
-        A checkpoint is fetched, and a repository is written for it. With `load_models` the only repository is
-        one of links to these models.
+        For a checkpoint, which is fetched if need be, a repository is written. With `load_models` the only
+        repository to serve is one of links to these models and to members of ensembles among them.
         """
         files, repositories = self._files, self._config.repositories
         if self._config.checkpoint is not None:
@@ -429,7 +436,7 @@ class ServerRun:
     def _handle_signal(self, process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         """Waits at most `timeout_s` for the next signal and acts on it.
 
-        Before that it stops the engines, kills the server or starts the gateway, if their time has come.
+        Before that it stops the engines, kills the server or starts the gateway, if that is due.
 
         Returns:
             Exit status of the server; None: it has not ended.
@@ -466,7 +473,7 @@ class ServerRun:
         return None
 
     def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
-        """Waits until the server answers that it and all its models are ready, and the gateway too.
+        """Waits until the server is ready (see `_is_ready`), and so is the gateway, if there is one.
 
         Returns:
             False if the server ended, or if it is being stopped.
@@ -530,7 +537,8 @@ class ServerRun:
 
 
 def _next_signal(timeout_s: float) -> int | None:
-    """Waits for the next of `_SIGNALS`, which are blocked; None: the time is over, or it was interrupted.
+    """Waits for the next of `_SIGNALS`, which must be blocked or ignored, and returns it. None: the time is
+    over, or the wait was interrupted.
 
     `signal.sigtimedwait` is not used. If the time is over when a stopped process is continued, CPython
     returns uninitialised memory, which would be mistaken for a signal.
@@ -545,7 +553,8 @@ def _next_signal(timeout_s: float) -> int | None:
 
 
 def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | None:
-    """Reaps ended children, adopted ones too. Returns the server's status; None: it has not ended.
+    """Reaps ended children, adopted ones too, up to the server. Returns the server's status; None: the server
+    has not ended.
 
     Args:
         process: the server.
@@ -562,9 +571,9 @@ def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | Non
 
 
 def _stop_engines(directory: Path) -> None:
-    """Tells the engines of this run to stop: all their requests end with a final response.
+    """Tells the engines of this run to stop, which ends their requests with a final response.
 
-    An engine that has died is marked as stopped, so that no other takes its place.
+    An engine that has died is usually marked as stopped, so that no other takes its place.
     """
     for path in directory.glob("*/state.json"):
         with contextlib.suppress(OSError, ConfigError):
@@ -622,7 +631,8 @@ def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
 
 
 def _is_ready(server: int, address: str, port: int) -> bool:
-    """Whether a server at this address is ready, and the process `server` is the one that has the port."""
+    """Whether a server at this address answers that it is ready, or forbids the question, and `server` is the
+    process that listens at the port. If the system does not tell who listens, the answer suffices."""
     connection = http.client.HTTPConnection(address, port, timeout=2)
     try:
         connection.request("GET", "/v2/health/ready")
@@ -640,10 +650,11 @@ def _is_ready(server: int, address: str, port: int) -> bool:
 
 
 def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
-    """Runs a server and returns its exit status. Starts again after a StubLostError, as LOAD_RETRIES says.
+    """Runs a server (`ServerRun.run`) and returns the exit status. Starts again after a StubLostError, as
+    often as LOAD_RETRIES says.
 
     Raises:
-        StubLostError: the last start has lost a stub, too.
+        StubLostError: the last start has ended with one, too.
     """
     *others, last = LOAD_RETRIES
     for load_retries in others:
@@ -655,8 +666,9 @@ def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
 
 
 def _ip_address(text: str) -> str:
-    """Returns the IP address of a host name (IPv4), or the given IP address. With a name, Triton's HTTP would
-    be unreachable. Raises click.BadParameter if the text is empty or the name is unknown."""
+    """Returns the IPv4 address of a host name, or the given IP address: with a name, Triton's HTTP would be
+    unreachable. IPv6 addresses are not checked. Raises click.BadParameter if the text is empty or the name is
+    unknown."""
     if not text:
         raise click.BadParameter("is empty; 0.0.0.0 is every address of the machine")
     if ":" in text:

@@ -8,8 +8,9 @@ layouts:
 - *wheel*: `<root>/bin`, `<root>/python_backend_stubs/<X.Y>` for many Pythons, libraries in
   `nvidia_pytriton.libs` beside the package, found by relative RPATHs that do not survive a copy.
 
-A backend directory with `python/` (of the running Python's version) and `quire/` is assembled once per
-combination in the user's cache (`quire_common.cache`), and again only if files of it are missing.
+A backend directory with `python/` (of the running Python's version) and `quire/` is assembled in the user's
+cache (`quire_common.cache`) for each combination of a server, a Python and a copy of Quire, and again if some
+of its files are missing.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class TritonServer:
 
 
 def find(explicit: str | None = None) -> TritonServer:
-    """Finds the tritonserver to use; raises ConfigError with one line that says what is missing.
+    """Finds the tritonserver to use; raises ConfigError with one line that says what is missing or does not
+    fit.
 
     Args:
         explicit: path of the binary; None: it is searched.
@@ -168,16 +170,17 @@ def libpython_directory() -> Path:
 def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     """Returns the `--backend-directory` for this server, Python and copy of Quire; makes it if it is missing.
 
-    If two processes start at once, the second waits and uses the first one's directory. A finished directory
-    is never written again. One that has lost files (by cleaners of temporary directories, or a crash) is made
-    anew. If the cache cannot be written, the directory is made for this process alone.
+    If two processes start at once, the second usually waits and uses the first one's directory. A finished
+    directory is left alone, unless it has lost files (by cleaners of temporary directories, or a crash): then
+    it is made anew. If the cache cannot be written, the directory is made for this process alone.
 
     Args:
         server: the server that the directory is for.
         cache: folder that has or gets `backends/`; None: the user's cache, see `quire_common.cache`.
 
     Raises:
-        ConfigError: the server does not run, or files in the directory cannot be executed.
+        ConfigError: the server does not run, this Python has no shared library, or files in the directory
+            cannot be executed.
     """
     parent = cache / "backends" if cache is not None else cache_directory("backends")
     source = backend_source()
@@ -242,8 +245,8 @@ def _check_executable(server: TritonServer, directory: Path) -> None:
 
 
 def _copied_files(server: TritonServer) -> tuple[Path, ...]:
-    """Returns the files of a wheel's Python backend that are copied, with the stub for this Python; empty for
-    an official server."""
+    """Returns the files of a wheel's Python backend that have to be copied, with the stub for this Python;
+    empty for an official server."""
     stock = server.backends / "python"
     return (stock / "libtriton_python.so", stock / UTILS, server.stub) if server.is_wheel else ()
 
@@ -297,7 +300,7 @@ def backend_source() -> Path | None:
 
 
 def install_backend(out: Path) -> list[Path]:
-    """Copies `model.py` and the packages it needs into `out`: a self-contained `backends/quire`.
+    """Copies `model.py` and Quire's own packages that it needs into `out`, for use as `backends/quire`.
 
     If `out` exists, these parts are replaced, and other files are left alone.
 

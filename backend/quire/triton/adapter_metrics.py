@@ -1,4 +1,5 @@
-"""Metrics of an engine's LoRA adapters at /metrics, for people and for routers that look for an adapter."""
+"""AdapterMetrics: metrics of an engine's LoRA adapters at /metrics, for people and for routers that look for
+an adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class AdapterMetrics:
 
     Args:
         labels: labels of the engine.
-        max_loras: the engine's slots for adapters.
+        max_loras: number of the engine's slots for adapters.
     """
 
     def __init__(self, board: MetricsBoard, labels: Mapping[str, str], max_loras: int) -> None:
@@ -27,13 +28,14 @@ class AdapterMetrics:
         self._names: set[str] = set()
         self._figures: dict[tuple[str, ...], Figure] = {}
         self._counted: dict[tuple[str, str], int] = {}
-        """Latest count that the engine reported, by field of `AdapterStatus` and adapter name."""
+        """Count from which the next increase is measured, by field of `AdapterStatus` and adapter name."""
         self._info = None if board.vllm is None else _RequestsInfo(board, board.vllm, max_loras)
 
     def begin(self, adapters: Sequence[AdapterStatus]) -> None:
         """Sets the counts from which later increases are measured.
 
-        The counters of an adapter that is not among `adapters` will grow by its whole count.
+        The counters of an adapter that is not among `adapters` will grow by the whole count that is first
+        reported of it.
         """
         self._counted = {(count, one.name): getattr(one, count) for one in adapters for count in _COUNTS}
 
@@ -79,11 +81,11 @@ class _RequestsInfo:
     """`vllm:lora_requests_info`: labels name the adapters that have requests, the value is when that began
     (Unix time in seconds).
 
-    The series with the latest time describes the present; the other series keep their times, as vLLM's do. No
+    The series with the latest time is for the present; the other series keep their times, as vLLM's do. No
     metric may be deleted (`immortal`), so a process makes MAX_TOLD series at most. The last quarter is kept
-    for series that name one adapter. When no series may be added for the present adapters, the existing
-    series that names the most of them and no other adapter is used instead. If it names none, and the process
-    may still make a series, that series names one of them.
+    for series that name an adapter once. If no series may be added for the present adapters, the existing
+    series that names the most of them, and nothing else, is used instead. If that one names none, and the
+    process may still make a series, it makes one that names one of them.
 
     Args:
         vllm: labels of vLLM's names.

@@ -1,10 +1,11 @@
 """A generator's configuration: tensors to declare to Triton, and engine keys from its model directory.
 
-A model directory needs only `config.pbtxt` with `backend: "quire"` and a checkpoint. Engine keys are in
+A model directory needs only `config.pbtxt` with `backend: "quire"` and a checkpoint. If `1/` is the version
+directory, engine keys are in
 - `1/quire.json`, or without it in vllm_backend's `1/model.json` (`vllm_config.py`), and
 - `parameters` of config.pbtxt.
-The key `model` is a path, absolute or relative to `1/` or to the model directory, or a name in Hugging Face's
-cache. Without it the checkpoint's files must be in `1/` or beside it in the model directory.
+The key `model` is a path, absolute or relative to `1/` or to the model directory, or a name on Hugging Face's
+hub. Without it the checkpoint's files must be in `1/` or beside it in the model directory.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _OF_OTHERS = frozenset(
         *(vllm_config.METRICS, "ENABLE_VLLM_HEALTH_CHECK"),
     )
 )
-"""Parameters of Triton's Python backend and of vllm_backend. ENABLE_VLLM_HEALTH_CHECK has no effect here,
-because an engine that dies is replaced."""
+"""Parameters of Triton's Python backend and of vllm_backend that config.pbtxt may have besides engine keys.
+ENABLE_VLLM_HEALTH_CHECK has no effect here, because an engine that dies is replaced."""
 
 
 def complete(config: Any) -> Any:
@@ -71,7 +72,7 @@ def is_batched(model_config: Mapping[str, Any]) -> bool:
 
 
 def declared_outputs(model_config: Mapping[str, Any]) -> frozenset[str] | None:
-    """Names of the outputs in the model's configuration; None where it lists none.
+    """Names of the outputs in the model's configuration; None if it lists none.
 
     A client that names no output asks for all of these.
     """
@@ -93,8 +94,8 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
 
     Raises:
         ConfigError: keys are wrong, such as an unknown or ill-typed one, or one that the JSON file and
-            config.pbtxt state differently; or a class name's file does not exist.
-        CheckpointError: no checkpoint is found (names the places), or this process cannot open a path.
+            config.pbtxt state differently; or the version directory has no such file as a class name states.
+        CheckpointError: no checkpoint is found, or this process cannot open a path.
     """
     config = EngineConfig.from_mapping(read_engine_values(model_config, version_directory))
     processors = {
@@ -108,8 +109,8 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
 def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
     """Engine keys as the model directory states them; `read_engine_config` checks them.
 
-    Paths of the model, the draft model, the tokenizer and adapters are made absolute, without links but for a
-    checkpoint file's own name.
+    Paths of the model, the draft model, the tokenizer and adapters are made absolute, and usually without
+    links; a model that is a file keeps its own name.
 
     Raises:
         ConfigError, CheckpointError: see `read_engine_config`.
@@ -149,7 +150,8 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
 
 
 def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
-    """Adds vllm_backend's list of adapters to `lora_modules` where adapters are on, and resolves paths.
+    """Adds vllm_backend's list of adapters to `lora_modules` if adapters are on, and resolves paths of
+    adapters.
 
     A relative path of an adapter begins in the version directory. If nothing is there, it begins in the
     directory in which the server was started, as in vllm_backend. A relative `lora_root` always begins in the
@@ -224,7 +226,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """A checkpoint's path without links, so that all names of one directory give the same path.
+    """A checkpoint's path, usually without links, so that all names of one directory give the same path.
 
     A file keeps its name even if it is a link: the link's name says that it is a .gguf file, and which part
     of a split one, while the name of the link's target may not.
@@ -246,7 +248,8 @@ def visible_device(args: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_instance_kind(config: EngineConfig, args: Mapping[str, str]) -> EngineConfig:
-    """Returns the configuration with the device of KIND_CPU or KIND_GPU, if its own `device` is "auto"."""
+    """Returns the configuration with the device of KIND_CPU or KIND_GPU, if its own `device` is "auto";
+    otherwise unchanged."""
     kinds = {"CPU": "cpu", "GPU": "cuda"}
     kind = kinds.get(args.get("model_instance_kind", ""))
     if kind is None or config.model.device != "auto":

@@ -74,7 +74,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_kind": (),
 }
 """Parameters of other backends for features that are missing here, with the values that do without the
-feature. Null is accepted as well; any other value is refused."""
+feature. Null and empty tensors are accepted as well; other values are refused. In a tensor, the first value
+counts."""
 
 _GUIDES = {
     "json": "json_object",
@@ -99,7 +100,8 @@ _TENSORS = (
 """TensorRT-LLM's tensors that no single field of ours matches; `translate` says what becomes of each."""
 
 _WORDS = frozenset({"stop_words", "bad_words", "sampling_param_stop"})
-"""TensorRT-LLM's lists of words. It ignores empty words, and its examples send them, so `rows` drops them."""
+"""Names of tensors with lists of words. TensorRT-LLM ignores empty words, and its examples send them, so
+`rows` drops them."""
 
 _FOREIGN = frozenset((*RENAMED, *NEUTRAL, *_TENSORS))
 
@@ -110,7 +112,7 @@ class Translation:
 
     raw: RawRequest
     cancel: bool = False
-    """Whether `stop` is a flag and set: TensorRT-LLM's way to end the request of this id."""
+    """Whether the tensor `stop` is a flag and set: TensorRT-LLM's way to end the request of this id."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters made from fields without a counterpart here, for `parse_sampling_params`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
@@ -124,7 +126,7 @@ class Translation:
 
         Raises:
             InvalidArgumentError: a field asks for a missing feature, is given twice under different names, or
-                must be a tensor.
+                must be a tensor; or `end_id` is out of range.
         """
         for name in STRUCTURED_FIELDS:
             if stated.get(name) is not None and "structured_output" not in self.raw.tensors:
@@ -166,10 +168,10 @@ class Translation:
 def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Translation:
     """Translates a request's tensors into our names.
 
-    Tensors in RENAMED get our names. `input_lengths` cuts `input_ids`. `end_id`, stop words, biases and
-    grammars become sampling parameters, bad words become token ids in `bad_words_ids`. `pad_id` and tensors
-    with a neutral value are left out. A request whose stop flag is set is only marked by `cancel`, as other
-    backends' clients send nothing useful beside the flag.
+    Tensors in RENAMED get our names. `input_lengths` cuts `input_ids`. `end_id`, `stop_words_list`, biases
+    and grammars become sampling parameters, and `bad_words_list` becomes `bad_words_ids`. `pad_id` and
+    tensors with a neutral value are left out. A request whose stop flag is set is only marked by `cancel`, as
+    other backends' clients send nothing useful beside the flag.
 
     Raises:
         InvalidArgumentError: names the client's field.
@@ -234,7 +236,7 @@ def _sequences(given: Mapping[str, list[int]], name: str, vocab_size: int) -> li
     """Token ids of each word, from a tensor [2, n], flattened.
 
     The first row has the token ids of all words, one after the other. The second row has the position at
-    which each word ends, then -1.
+    which each word ends, and -1 after the last of these if there is room.
 
     Raises:
         InvalidArgumentError: odd number of elements, ends that do not ascend, or ids outside the vocabulary.
@@ -263,8 +265,8 @@ def _bias(given: Mapping[str, list[Any]], tokenizer: Any | None) -> dict[int, fl
     A word's bias goes to each of the word's tokens, and replaces the bias that the token had.
 
     Raises:
-        InvalidArgumentError: too many or too large biases, words without a tokenizer, or lists whose lengths
-            differ.
+        InvalidArgumentError: too many tokens have a bias of their own, a bias is too large, there are words
+            but no tokenizer, or numbers of words and of their biases differ.
     """
     dense = given.get("embedding_bias", [])
     bias = {token_id: weight for token_id, weight in enumerate(dense) if weight}
@@ -309,7 +311,8 @@ def _guide(given: Mapping[str, list[bytes]]) -> dict[str, Any]:
 
 
 def rows(raw: RawRequest, most: int) -> list[RawRequest]:
-    """Splits a batched request into one request per row; their tensors lack the batch dimension.
+    """Splits a batched request into one request per row; their tensors lack the batch dimension. A request
+    without tensors is returned as it is.
 
     Args:
         most: largest number of rows.

@@ -21,11 +21,11 @@ is being unloaded."""
 ANSWER_S = 2.0
 """Seconds of silence from the server after which a question counts as not answered."""
 SEARCH_S, MAX_SEARCH_S = 0.1, 5.0
-"""Seconds between the first two searches for the server's HTTP port, and the most between any two. Each
-search doubles the pause before the next."""
+"""Seconds from the start of a search for the server's HTTP port until the next one is due. They are SEARCH_S
+at first, and again at the first question. Each search doubles them for the next, up to MAX_SEARCH_S."""
 MAX_VAIN = 10
-"""Number of questions without a known HTTP port after which a warning is logged. A few are normal, as a
-starting server opens its ports one after the other."""
+"""Number of questions without a known HTTP port at which a warning is logged. A few are normal, as a starting
+server opens its ports one after the other."""
 _NO = frozenset({400, 404, 503})
 
 
@@ -44,11 +44,12 @@ class Drain:
 
     @property
     def is_on(self) -> bool:
-        """Whether the model is being unloaded, so that no new requests are accepted."""
+        """Whether it was noticed that the model is being unloaded; then no more prompts are accepted."""
         return self._ends_at is not None
 
     def is_over(self, now: float) -> bool:
-        """Whether the time limit for the open requests has passed; asks `is_wanted` every LOOK_S seconds.
+        """Whether the model is being unloaded and the time limit for its open requests has passed. Asks
+        `is_wanted` before, if `next_look` has come.
 
         Args:
             now: CLOCK_MONOTONIC seconds.
@@ -93,8 +94,8 @@ class ServerAnswer(threading.Thread):
         self._answer: bool | None = None
 
     def is_wanted(self) -> bool | None:
-        """Returns whether the server gives the model requests, as it answered since the last call; None: no
-        answer came. Has the thread ask again, and does not wait."""
+        """Returns whether the server gives the model requests, as it answered since the last call; None: not
+        known. Has the thread ask again, and does not wait."""
         answer, self._answer = self._answer, None
         self._question.set()
         return answer
@@ -110,8 +111,8 @@ class ServerAnswer(threading.Thread):
                 self._search()
 
     def ask(self) -> bool | None:
-        """Asks the server and waits for its answer; None: none came. After a no it asks again, and the second
-        answer counts."""
+        """Asks the server and waits for its answer; None: no answer came, or one that says neither yes nor
+        no. After a no it asks again, and the second answer counts."""
         answer = self._ask()
         return self._ask() if answer is False else answer
 
@@ -133,7 +134,7 @@ class ServerAnswer(threading.Thread):
         return None
 
     def _search(self) -> bool:
-        """Searches the server's listening ports for one that knows the model, for the questions to come.
+        """Searches the server's listening ports for one that knows the model, and keeps it in `_address`.
 
         Only a port found so is asked later, because a no means an unloaded model only from such a port.
 
@@ -154,7 +155,8 @@ class ServerAnswer(threading.Thread):
         return False
 
     def _get(self, address: tuple[str, int]) -> tuple[int, bytes]:
-        """HTTP status and body of the answer to a question at an address; status 0: no answer."""
+        """HTTP status and body of the answer to the question at an address; status 0: there is no answer, or
+        the question cannot be put."""
         connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
         try:
             connection.request("GET", self._path)

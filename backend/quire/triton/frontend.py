@@ -28,23 +28,24 @@ logger = logging.getLogger("quire")
 
 SHUTDOWN_S = 3.0
 MIN_INTAKE = 64
-"""Number of requests that may wait to be parsed in addition to `max_waiting_requests`. So it is mostly the
-engine that refuses requests, and it counts exactly."""
+"""Number of requests that may wait to be parsed beyond `max_waiting_requests`. So requests are mostly refused
+by the engine, which counts exactly, and not by the frontend."""
 INTAKE_PROMPTS = 4
-"""Size of the texts that may wait to be parsed, as a multiple of `max_prompt_bytes`."""
+"""Size that the texts of all requests in the intake may have together, as a multiple of `max_prompt_bytes`; a
+single request may be larger."""
 
 
 class TritonPythonModel:
     """Life of a frontend: `initialize` joins or starts the engine, `execute` enqueues, `finalize` leaves.
 
-    Threads: Triton's main thread runs `execute` and copies the request; the intake checks and tokenizes; the
-    responder talks to the engine and sends. The watchdog ends the process when tritonserver is gone, since a
-    stub of that server may otherwise hang forever.
+    Threads among others: Triton's main thread runs `execute` and copies the request; the intake's check and
+    tokenize; the responder talks to the engine and sends. The watchdog ends the process when tritonserver is
+    gone, since a stub of that server may otherwise hang forever.
     """
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Declares the model's tensors; runs in a short-lived interpreter before every load.
+        """Declares the model's tensors. Triton calls it in a process of its own before it loads the model.
 
         Raises:
             TritonModelException: the configuration asks for what the generator cannot do.
@@ -58,7 +59,7 @@ class TritonPythonModel:
         """Joins or starts the engine, and starts the frontend's threads.
 
         Raises:
-            TritonModelException: the model cannot be served; says why in one line. Other exceptions are bugs.
+            TritonModelException: the model cannot be served; says why. Other exceptions are not expected.
         """
         from quire_common import logs
 
@@ -206,7 +207,8 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Copies and enqueues requests, or answers them with an error.
 
-        It never blocks. It never raises, as Triton would then answer requests that our threads answer too.
+        It waits for nothing that takes long. It must not raise, as Triton would then answer requests that our
+        threads answer too.
         """
         from quire.triton.request_handle import RequestHandle
 
@@ -229,8 +231,9 @@ class TritonPythonModel:
     def is_ready(self) -> bool:
         """Whether the model is ready: servers from 26.03 on ask before they say READY.
 
-        False while the engine is started again or stuck, while the model is being unloaded, and once the
-        responder's thread has ended. Earlier servers do not ask: to them a loaded model is always ready.
+        False while there is no running engine, while it is stuck, once it was noticed that the model is being
+        unloaded, and once the responder's thread has ended. Earlier servers do not ask: to them a loaded
+        model is always ready.
         """
         served = self._responder
         return served.is_alive() and served.engine.is_ready and not served.drain.is_on
@@ -239,7 +242,7 @@ class TritonPythonModel:
         self._metrics.update(stats, self._responder.engine.info)
 
     def finalize(self) -> None:
-        """Ends the frontend. Triton calls it after the last FINAL. Each wait in it has a time limit."""
+        """Ends the frontend. Triton calls it after the model's last request has ended."""
         from quire.triton.request_handle import finish_reason_tensor
 
         if not hasattr(self, "_intake"):
