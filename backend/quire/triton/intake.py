@@ -23,22 +23,23 @@ logger = logging.getLogger("quire")
 
 SHORT_THREADS = 2
 LONG_BYTES = 32 * 1024
-"""Bytes of a request's texts above which it waits in the lane for long texts, which has one thread. Commands
-and requests that may have a grammar have lanes of their own.
+"""Bytes of a request's texts (`RawRequest.num_bytes`) above which the request waits in the lane for long
+texts, which has one thread. Cache commands and requests that may have a grammar have lanes of their own.
 
-At about 1 MB/s no text in the lane for short ones holds up a thread for long. Long texts cost much memory
-while they are tokenized, so their lane tokenizes one at a time."""
+Tokenizing takes about a second for each MB, so short texts do not wait long for each other. Long texts cost
+much memory while they are tokenized, so their lane tokenizes one request at a time."""
 
 
 _GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", '"tools"')
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
-"""JSON escape of an underscore or lower-case letter: no ordinary client writes one, and it may hide one of
-`_GRAMMAR_NAMES`."""
+"""Matches the JSON escape of an underscore, a lower-case letter or one of a few other characters. Such an
+escape may hide one of `_GRAMMAR_NAMES`, and few clients write any."""
 _GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 
 
 class Intake:
-    """Threads that check and tokenize requests; Triton's thread only copies them. Tokenizers release the GIL.
+    """Threads that check and tokenize requests, which Triton's thread has copied. Most tokenizers release the
+    GIL.
 
     A parsed cancellation waits until the requests with its id that are still in the intake have left, so that
     the engine gets them first. Requests that came through another instance of the model are not waited for.
@@ -46,8 +47,9 @@ class Intake:
     Args:
         parser: the model's request parser.
         responder: gets each request, parsed or refused.
-        max_requests: largest number of requests that may wait, held cancellations included.
-        max_bytes: largest size of the texts of all requests in the intake. A single request may be larger.
+        max_requests: number of waiting requests at which `check_room` refuses further ones. Cancellations
+            that are held back count.
+        max_bytes: most bytes of the texts of all requests in the intake. A single request may be larger.
         results: result cache in which requests are looked up; None: there is none.
     """
 
@@ -65,7 +67,8 @@ class Intake:
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._unparsed: dict[str, set[int]] = {}
-        """Python's `id` of each RawRequest in the intake, by the id that the client gave the request."""
+        """Python's `id`s of the RawRequests in the intake, by the id that the client gave. Requests without
+        one are left out."""
         self._cancels: dict[str, list[tuple[set[int], RequestHandle, ParsedRequest]]] = {}
         """Cancellations by the id that they name, each with the requests (see `_unparsed`) it waits for."""
         self._short: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -92,7 +95,8 @@ class Intake:
             raise UnavailableError(f"the queue is full: {self._max_requests} requests wait to be parsed")
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
-        """Enqueues a request. Raises UnavailableError if too much text is waiting already."""
+        """Enqueues a request. Raises UnavailableError if there are texts in the intake already, and this
+        request's would make them exceed `max_bytes`."""
         with self._lock:
             if self._num_bytes and self._num_bytes + raw.num_bytes > self._max_bytes:
                 raise UnavailableError(
@@ -112,8 +116,8 @@ class Intake:
         return self._long if raw.num_bytes > LONG_BYTES else self._short
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the threads after the requests that are already in their lanes. Waits up to `timeout_s`
-        seconds for all of them."""
+        """Tells the threads to end after the requests that are already in their lanes. Waits until they have
+        ended, up to `timeout_s` seconds for all threads together."""
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.put(None)
@@ -173,8 +177,9 @@ class Intake:
 def _may_have_grammar(raw: RawRequest) -> bool:
     """Whether a request may have a grammar.
 
-    True if a tensor's name begins with a name for grammars, if the text of its parameters or of a tensor in
-    `_GRAMMAR_INPUTS` has such a name anywhere, or if that text has an escape that may hide one.
+    True if the name of one of its tensors begins with one of `_GRAMMAR_NAMES`. Also true if the text of the
+    request's parameters or of a tensor in `_GRAMMAR_INPUTS` has such a name anywhere, or an escape that may
+    hide one.
     """
     if any(name.startswith(_GRAMMAR_NAMES) for name in raw.tensors):
         return True

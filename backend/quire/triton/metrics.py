@@ -1,4 +1,4 @@
-"""Metrics of this process: figures of its model's requests, and of the engine that it shares."""
+"""Metrics of a frontend: figures of its requests, and of its engine, which other frontends may share."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ _COUNTERS: dict[str, _Read] = {
     "quire_scheduled_tokens_total": lambda stats: stats.num_scheduled_tokens,
     "quire_steps_total": lambda stats: stats.step,
 }
-"""Name of each counter, and the count since the engine's start from which it is raised."""
+"""Counters of every engine, by name. Each grows with what its function reads, a count since the engine's
+start."""
 _ADAPTER_COUNTERS: dict[str, _Read] = {
     "quire_adapter_evictions_total": lambda stats: stats.num_adapter_evictions
 }
-"""Further counters, of an engine that has slots for adapters."""
+"""More such counters, for an engine that has slots for adapters."""
 _EXPERT_COUNTERS: dict[str, _Read] = {
     "quire_expert_hits_total": lambda stats: stats.experts.num_hits,
     "quire_expert_misses_total": lambda stats: stats.experts.num_misses,
@@ -52,7 +53,7 @@ _EXPERT_COUNTERS: dict[str, _Read] = {
     "quire_expert_prefetch_hits_total": lambda stats: stats.experts.num_prefetch_hits,
     "quire_expert_loaded_bytes_total": lambda stats: stats.experts.num_loaded_bytes,
 }
-"""Further counters, of an engine that offloads experts."""
+"""More such counters, for an engine that may offload experts."""
 _GAUGES: dict[str, _Read] = {
     "quire_requests_running": lambda stats: stats.num_running,
     "quire_requests_loading": lambda stats: stats.num_loading,
@@ -60,16 +61,16 @@ _GAUGES: dict[str, _Read] = {
     "quire_batch_rows": lambda stats: stats.num_batch_rows,
     "quire_batch_tokens": lambda stats: stats.num_batch_tokens,
 }
-"""Name of each gauge, and the figure that it shows."""
+"""Some of the engine's gauges, by name. Each shows what its function reads."""
 
 
 class RequestMetrics:
     """Metrics of a model's requests: a `RequestObserver` and a `StreamMeter`.
 
-    Called by the responder's thread. Each instance of a model has its own, and the server adds them up.
+    The responder's thread calls it. Each instance of a model has its own, and the server adds them up.
 
     Args:
-        model, version: labels of all series.
+        model, version: labels of all series but those with vLLM's names.
         tenants: names that get series of their own whatever MAX_TENANTS says.
     """
 
@@ -82,9 +83,9 @@ class RequestMetrics:
         self._first, self._per_token, self._whole = first, per_token, whole
         self._queue, self._prefill, self._decode = queue, prefill, decode
         self.first = first.observe
-        """Called with the seconds to a stream's first response."""
+        """Called with the seconds from a request's arrival to the first response of its stream."""
         self.interval = interval.observe
-        """Called with the seconds that a token of a further response took, and the number of these tokens."""
+        """Called for a further response of a choice, with its seconds per token and its number of tokens."""
         self._continued = board.counter("quire_requests_continued_total", **self._labels)
         self._ends: dict[tuple[str, ...], Figure] = {}
         self._named = frozenset(tenants)
@@ -137,7 +138,8 @@ class RequestMetrics:
         return self._ends[key]
 
     def _of_account(self, tenant: str, adapter: str) -> list[Figure]:
-        """Returns the counters of input, cached, output and reasoning tokens for a tenant and adapter."""
+        """Returns the counters of input, cached, output and reasoning tokens for a tenant and adapter. Beyond
+        MAX_TENANTS or MAX_ADAPTERS it returns those of `other`."""
         if tenant and tenant not in self._named:
             tenant = known(tenant, self._tenants, MAX_TENANTS)
         if adapter:
@@ -152,7 +154,7 @@ class RequestMetrics:
 
 
 class EngineMetrics:
-    """Metrics of the engine. Only one of the frontends that share an engine shows its figures.
+    """Metrics of the engine. One at a time of the frontends that share an engine shows its figures.
 
     The gauges that describe the engine (`quire_engine_info`) are shown by every frontend.
 
@@ -184,7 +186,8 @@ class EngineMetrics:
         self._counted: list[int] = []
 
     def update(self, stats: SchedulerStats, info: EngineInfo) -> None:
-        """Updates the figures if this frontend shows them. Called about twice a second while they change.
+        """Updates the figures, unless another frontend shows them. Called about twice a second while they
+        change.
 
         Args:
             stats: the engine's latest statistics.
@@ -226,7 +229,7 @@ class EngineMetrics:
     def _begin(self, stats: SchedulerStats, info: EngineInfo) -> None:
         """Begins with a new engine, or with one whose figures another frontend has shown until now.
 
-        Counts that are at /metrics already are not added again.
+        What the other frontend has counted of this engine is not added again.
         """
         self._lock.seek(0)
         before, now = self._lock.read(), str(self._engine_pid)
@@ -239,7 +242,8 @@ class EngineMetrics:
         self._lock.flush()
 
     def _tell_of(self, info: EngineInfo) -> None:
-        """Adds the gauges that describe the engine and never change. Every frontend shows its own."""
+        """Adds the gauges that describe the engine. Every frontend shows its own. They are not updated when
+        another engine takes over."""
         board, block_size, num_blocks = self._board, str(info.block_size), str(info.num_blocks)
         engine = board.gauge(
             "quire_engine_info",

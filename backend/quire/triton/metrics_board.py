@@ -33,13 +33,14 @@ PERIOD_S = 0.5
 HISTOGRAM_PERIOD_S = 4.0
 INFO_PERIOD_S = 10.0
 MAX_TENANTS = 100
-"""Tenants with series of their own in one process, beyond those that the configuration names. All further
-tenants share the label `other`."""
+"""Most tenants with series of their own in one process, beyond those that the configuration names. All
+further tenants share the label `other`."""
 MAX_ADAPTERS = 100
-"""LoRA adapters with series of their own in one process; all further adapters share the label `other`."""
+"""Most LoRA adapters by which a metric of one process has series; further ones share the label `other`.
+`vllm:lora_requests_info` has a limit of its own."""
 OTHER = "other"
 MAX_OWED = 2**16
-"""Values that may wait to be sent to one of Triton's own histograms; beyond that the oldest are lost."""
+"""Most values that may wait to be sent to one of Triton's own histograms; beyond that the oldest are lost."""
 
 FIRST_BUCKETS = (
     0.001,
@@ -112,7 +113,8 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
         REQUEST_BUCKETS,
     ),
 }
-"""Description of each histogram and its buckets' upper bounds in seconds, by name."""
+"""Description of each histogram that is made of counters, and its buckets' upper bounds in seconds, by
+name."""
 COUNTERS: dict[str, str] = {
     "quire_requests_total": "Requests that ended, by finish_reason, and code of Triton where it was an error",
     "quire_commands_total": "Cancellations by id and cache commands that ended",
@@ -184,8 +186,8 @@ VLLM: dict[str, str] = {
     "quire_requests_waiting": "vllm:num_requests_waiting",
     "quire_kv_use_ratio": "vllm:kv_cache_usage_perc",
 }
-"""vLLM's name of a figure, by our name. vLLM has these figures, but vllm_backend does not show them. They are
-shown under both names where vllm_backend's metrics are asked for, for gateways and dashboards."""
+"""vLLM's names of some metrics, by our names. vLLM has these metrics, but vllm_backend does not show them.
+They are shown under both names where vllm_backend's metrics are asked for, for gateways and dashboards."""
 _VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
 """vLLM's finish reason by ours; all other reasons are vLLM's abort."""
 FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
@@ -194,7 +196,7 @@ FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 class Figure:
     """A number at /metrics: a gauge, or a counter, which only grows there.
 
-    One thread changes `value`, another sends it.
+    Usually one thread changes `value`, and the board's thread sends it.
     """
 
     __slots__ = ("is_gauge", "is_info", "labels", "metrics", "name", "shown", "value")
@@ -203,11 +205,11 @@ class Figure:
         self.name, self.labels, self.is_gauge = name, labels, is_gauge
         self.value = 0.0
         self.shown = math.nan if is_gauge else 0.0
-        """Value that was sent last. A gauge begins with NaN, so that its first value is always sent: a
-        process that was killed may have left another one."""
+        """Value that was sent last; NaN: the value is to be sent in any case. A gauge begins with NaN,
+        because a process that was killed may have left another value at /metrics."""
         self.is_info = False
-        """Whether the value is sent again though it never changes: at most once in INFO_PERIOD_S seconds, and
-        only when other figures are sent.
+        """Whether the value is sent again though it has not changed: at most once in INFO_PERIOD_S seconds,
+        and only in a round of sending that something else has caused.
 
         When a model is reloaded, the process before this one sets the same gauge to 0 as it ends, and may do
         so after this process has set it.
@@ -216,7 +218,7 @@ class Figure:
         """Triton's metric objects for this figure; empty until they are made."""
 
     def send(self) -> None:
-        """Sends the value if it has changed. A counter whose value fell is sent only once it exceeds the
+        """Sends the value if it has changed. A counter whose value fell is not sent until it exceeds the
         value sent last."""
         value = self.value
         if value == self.shown or (value < self.shown and not self.is_gauge):
@@ -251,7 +253,7 @@ class Histogram:
         self._sum += value * count
 
     def show(self) -> None:
-        """Copies the counts to the figures that are sent."""
+        """Sets the figures that are sent by the counts and the sum so far."""
         for figure, total in zip(self._buckets, itertools.accumulate(self._counts), strict=True):
             figure.value = total
         self._count.value = self._buckets[-1].value
@@ -262,7 +264,7 @@ class Observations:
     """Values, not sent yet, for one histogram of OBSERVATIONS, which Triton's metrics API keeps
     (`pb_utils.MetricFamily`). One thread adds (`observe`), another sends.
 
-    Where nobody sends, the oldest values beyond MAX_OWED are lost.
+    The oldest values beyond MAX_OWED are lost, for example where the server has no metrics.
     """
 
     def __init__(self, name: str, buckets: Sequence[float], labels: Mapping[str, str]) -> None:
@@ -355,8 +357,8 @@ class MetricsBoard(threading.Thread):
             self.join(timeout_s)
 
     def send(self, *, all_of_them: bool = False) -> None:
-        """Sends all figures that have changed. The figures of histograms are updated only every
-        HISTOGRAM_PERIOD_S seconds or with `all_of_them`."""
+        """Sends the figures that have changed and all waiting `Observations`. The figures of a Histogram are
+        updated with `all_of_them`, else at most every HISTOGRAM_PERIOD_S seconds."""
         now = time.monotonic()
         if all_of_them or now >= self._next_histograms:
             self._next_histograms = now + HISTOGRAM_PERIOD_S
@@ -397,7 +399,8 @@ class MetricsBoard(threading.Thread):
 
 
 def known(name: str, names: set[str], most: int) -> str:
-    """Returns a label value: `name`, which is added to `names`, or `other` if `names` already has `most`."""
+    """Returns `name` as a label value and adds it to `names`. If it is new and `names` already has `most`,
+    returns `other`."""
     if name not in names and len(names) >= most:
         return OTHER
     names.add(name)

@@ -1,6 +1,6 @@
 """RequestReader: copies a Triton request while Triton still owns its memory.
 
-It runs on the stub's main thread, which must not be held up. So whatever is too large is refused here.
+It runs on the stub's main thread, which must not be held up. So most of what is too large is refused here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PROMPT_NAMES = tuple(spec.name for spec in (*PROMPT_INPUTS, TEXT_PAIR))
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 MAX_WORD_TOKENS = 4096
-"""Largest number of token ids in a word list, over all its words."""
+"""Most token ids in TensorRT-LLM's `stop_words_list` or `bad_words_list`, over all its words."""
 MAX_BIASED_WORDS = 1024
 
 _MOST_ENTRIES = {
@@ -56,16 +56,17 @@ _MOST_ENTRIES = {
 _EMBEDS = ("image_embeds", "prompt_embeds")
 _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
 """Most elements of an input for each token of the longest prompt, by the input's name. Embeddings are not
-listed: they have a row for each token."""
+listed: they have at most a row for each token."""
 
 
 @dataclass(slots=True)
 class RawRequest:
-    """Copy of a Triton request; only sizes are checked, and the encoding of all texts but the tensors."""
+    """Copy of a Triton request. Its sizes are checked, and the encoding of all texts but the tensors; most
+    else is not."""
 
     tensors: dict[str, list[Any]]
-    """Input name to its elements, flat; BYTES elements are `bytes`. The rows of embeddings
-    are in `embeds`."""
+    """Elements of each input, as a flat list, by the input's name; BYTES elements are `bytes`. The rows of
+    embeddings are in `embeds`."""
     shapes: dict[str, tuple[int, ...]]
     parameters: str
     external_id: str
@@ -146,8 +147,8 @@ class RequestReader:
         return raw
 
     def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
-        """Raises InvalidArgumentError if the tensor has more or fewer elements than any valid one of its
-        name, or more than MAX_PROMPTS rows."""
+        """Raises InvalidArgumentError for a tensor with more elements than any valid one of its name, for a
+        batch of more than MAX_PROMPTS, and for single values and texts that lack an element."""
         rows = max(1, array.shape[0]) if self._batched and array.ndim else 1
         if rows > MAX_PROMPTS:
             raise InvalidArgumentError(name, f"a batch of at most {MAX_PROMPTS} is allowed, got {rows}")

@@ -34,12 +34,12 @@ def request_parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, 
     in HEADERS, in the order of precedence.
 
     Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
-    lower case. TRACE_HEADERS and other headers with a hyphen, which our fields lack, are left out. HTTP
-    generate passes `timeout` and the sequence's id and end as parameters; they are moved to the fields of
-    `raw` that are still empty.
+    lower case. The parameters are returned without TRACE_HEADERS and what `_is_header` takes for a header,
+    and without Triton's own. HTTP generate passes `timeout` and the sequence's id and end as parameters; they
+    are copied to the fields of `raw` that are still empty.
 
     Raises:
-        InvalidArgumentError: the parameters cannot be read, or one that is moved has a wrong value.
+        InvalidArgumentError: the parameters cannot be read, or one that is copied has a wrong value.
     """
     try:
         pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
@@ -67,7 +67,7 @@ def check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[
     """Refuses a tenant that does not come from a header.
 
     A client may send a request parameter that has the header's name, which looks like a header. Beside the
-    header that the gateway sets, it is noticed as a second value.
+    header that the gateway sets, it is noticed if its value is another.
 
     Raises:
         InvalidArgumentError: a tenant is in `stated`, or the headers have different ones.
@@ -80,7 +80,8 @@ def check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[
 
 
 def _is_header(key: str) -> bool:
-    """Whether a parameter is a forwarded header. Our field names with hyphens are mistakes, not headers."""
+    """Whether a parameter's name looks like a header's: it has a hyphen. Names of our inputs that are written
+    with hyphens are mistakes, not headers."""
     return "-" in key and key.replace("-", "_") not in SPECS
 
 
@@ -88,7 +89,7 @@ def json_parameters(raw: RawRequest) -> dict[str, Any]:
     """Parses the JSON object in `sampling_parameters`; empty if the request has none or only blanks.
 
     Raises:
-        InvalidArgumentError: it is no valid JSON, or no object.
+        InvalidArgumentError: it is no valid JSON, no object, or exceeds a limit of `client_json`.
     """
     field = "sampling_parameters"
     value: bytes = raw.tensors.get(field, [b""])[0]
@@ -104,7 +105,8 @@ def json_parameters(raw: RawRequest) -> dict[str, Any]:
 
 
 def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
-    """Values of the tensors in `names` that the request has: a list where the input is one, else a scalar.
+    """Returns the values of the tensors in `names` that the request has, by name: a list for an input that
+    holds a list, else a scalar.
 
     Raises:
         InvalidArgumentError: a text is not UTF-8.
@@ -117,10 +119,10 @@ def typed_tensors(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
 
 
 def wants_no_token(*sources: dict[str, Any]) -> bool:
-    """Whether `max_tokens` (or `max_new_tokens`) is 0 in the first of `sources` that states it. Every 0 is
-    changed to 1 in place.
+    """Whether `max_tokens` (or `max_new_tokens`) is 0 in the first of `sources` that states it.
 
-    The engine always generates a token, which costs nothing beside the prompt.
+    In all sources a 0 of these keys is changed to 1 in place. The engine cannot generate less than a token,
+    which costs little beside the prompt.
     """
     stated = [
         (source, name)

@@ -28,7 +28,7 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PLACES = {spec.name: place for place, spec in enumerate(outputs_of(batched=True))}
 """Position of each output, by name, in the order of declaration."""
 _MESSAGE_CHARACTERS = 2000
-"""Most characters of an error's message."""
+"""Number of characters to which an error's message is cut."""
 
 
 class Response(NamedTuple):
@@ -42,7 +42,8 @@ class Response(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestHandle:
-    """Owns a request's response sender until FINAL is sent. Once submitted, only the responder uses it.
+    """Owns a request's response sender until FINAL is sent. Once the request is submitted or refused, only
+    the responder uses the handle.
 
     Polling a sender after FINAL crashes tritonserver 2.51, so the sender is gone from here the moment FINAL
     is sent, and methods that use it assert that it is still there.
@@ -64,9 +65,9 @@ class RequestHandle:
     """Whether the request's end was reported to the observers."""
     parsed: ParsedRequest = field(default_factory=lambda: UNPARSED)
     processors: list[RequestProcessor] = field(default_factory=list)
-    """One for each prompt."""
+    """Output processors, one for each prompt; none for a command, or until the request is submitted."""
     num_open_choices: int = 1
-    """Choices whose last response is not sent."""
+    """Number of choices to answer with whose last response is not sent yet; a command counts as one."""
     last_sent: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the latest response of each (item, choice), CLOCK_MONOTONIC seconds; none before the first."""
     so_far: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
@@ -74,11 +75,12 @@ class RequestHandle:
     _first_sent: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the first response of each (item, choice), CLOCK_MONOTONIC seconds."""
     step_s: float = 0.0
-    """Seconds between the last two responses of a choice; 0 before there were two."""
+    """Seconds between the latest response that was not its choice's first and that choice's response before
+    it; 0: there was none."""
     decoder: TokenDecoder | None = None
-    """Gives the texts of tokens in log-probabilities; None: there is no tokenizer."""
+    """Gives the texts of tokens in log-probabilities; None: there is no tokenizer, or no prompt yet."""
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
-    """W3C trace contexts: of the caller, and of Triton's own span; each empty where there is none."""
+    """W3C trace contexts: of the caller, and of Triton's own span; each is empty if none is known."""
     _error: Any | None = None
     """The error that ends the request, sent or not; None: `send_error` was not called."""
 
@@ -94,7 +96,7 @@ class RequestHandle:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the results are from the result cache. Those of an answer without tokens are not."""
+        """Whether the results are from the result cache; false for an answer without tokens."""
         return self.is_replay and not self.parsed.is_prompt_alone
 
     @property
@@ -103,7 +105,8 @@ class RequestHandle:
 
     @property
     def is_ending(self) -> bool:
-        """Whether nothing is missing but an error with FINAL: `retry_end` is the only call left."""
+        """Whether the error that ends the request is still to be sent: by `retry_end`, until it succeeds or
+        `abandon` is called."""
         return self._sender is not None and self._error is not None
 
     @property
@@ -204,8 +207,8 @@ class RequestHandle:
         return num_bytes, tensors
 
     def timing(self, output: RequestOutput) -> bytes:
-        """JSON object that says where a choice's time went, in milliseconds, and some counts; `{}` for a
-        command.
+        """JSON object that says where a choice's time went, in milliseconds, with some counts and whether the
+        result was cached; `{}` for a command.
 
         queue, prefill (to the engine's first token) and decode add up to total, the time from the request's
         arrival to this response. paused is the part of it that was lost to deaths of engines. first_token is
@@ -254,7 +257,8 @@ class RequestHandle:
             self._sender = None
 
     def retry_end(self) -> None:
-        """Sends the error of `send_error`, once the shared memory has room. Raises if that fails."""
+        """Sends the error of `send_error` if the shared memory has room. Raises if it has not, or if the send
+        fails."""
         assert self._sender is not None and self._error is not None, f"{self.request_id}: is not ending"
         ask_for_room(pb_utils, _MESSAGE_CHARACTERS)
         self._sender.send(self._error, flags=_FINAL)
@@ -267,7 +271,7 @@ class RequestHandle:
 
 @cache
 def finish_reason_tensor(reason: str) -> Any:
-    """Tensor `finish_reason` with this text, one object for all responses.
+    """Tensor `finish_reason` with this text, one object for all responses with it.
 
     A tensor that was sent once is in shared memory and need not be copied there again.
 
@@ -283,7 +287,8 @@ def _in_order(names: frozenset[str]) -> tuple[str, ...]:
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """Returns the output without its tokens and text, for a client that asked for max_tokens 0."""
+    """Returns the output without its tokens and text, for a client that asked for max_tokens 0. If it is the
+    last one, its finish reason becomes "length"."""
     return replace(
         output,
         text="",
@@ -309,8 +314,9 @@ def _logprobs(entries: Sequence[TokenLogprobs | None] | None, decoder: TokenDeco
     """JSON list with an object for each token; null for the first token of a prompt.
 
     An object has the token's id, log-probability and rank, and log-probabilities of the most likely tokens by
-    id. With a tokenizer it has the texts of all these tokens, and the bytes of those that are parts of
-    characters. It is written fast, as all streams wait meanwhile and there may be millions of numbers.
+    id. With a tokenizer it has the texts of all these tokens, and the bytes, where known, of those that are
+    parts of characters. The list is written fast, as all streams wait meanwhile and there may be millions of
+    numbers.
     """
     told: list[dict[str, Any] | None] = []
     for entry in entries or ():
@@ -336,7 +342,8 @@ def _logprobs(entries: Sequence[TokenLogprobs | None] | None, decoder: TokenDeco
 
 
 def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) -> bytes:
-    """JSON list as vllm_backend writes it: for each token an object of it and the likeliest ones by id.
+    """JSON list as vllm_backend writes it: for each token an object whose keys are the ids of this token and
+    of the most likely ones.
 
     The rank of a most likely token is its place among them. If the rank of the generated token is unknown
     (beam search), it is written as the one after them.
@@ -364,7 +371,7 @@ def _label(output: RequestOutput, labels: tuple[str, ...]) -> bytes:
 
 
 _Array: TypeAlias = Callable[[RequestOutput, RequestHandle], Any]
-"""Makes the array of an output tensor from a choice's output and its request."""
+"""Function that makes the array of an output tensor from a choice's output and its request."""
 
 _QUIRE_ARRAYS: dict[str, _Array] = {
     "text_output": lambda output, handle: _bytes((handle.echo_of(output) + output.text).encode()),

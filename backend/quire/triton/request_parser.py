@@ -1,4 +1,4 @@
-"""RequestParser: checks a request's fields and tokenizes its prompts, on the intake's threads."""
+"""RequestParser: checks a request's fields and tokenizes its prompts. The intake's threads call `parse`."""
 
 from __future__ import annotations
 
@@ -88,21 +88,21 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
 _CONTROL["lora_name"] = NAME
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
-"""Outputs that are known only when a choice has ended. A client that asks for one by a `return_` input, and
-does not name its outputs, gets it with the last response alone."""
+"""Outputs that are complete only when a choice has ended. A client that asks for one by a `return_` input,
+and does not name its outputs, gets it with the last response alone."""
 _LOGPROB_OUTPUTS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 VLLM_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
-"""Sampling defaults of vllm_backend, which does not ask the checkpoint for its own."""
+"""Sampling defaults of vllm_backend, which does not use the checkpoint's."""
 VLLM_STREAM_WITH_PROMPT = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
-"""Error message of vllm_backend for a stream that is to begin with its prompt; its clients compare it."""
+"""Error message of vllm_backend for a stream that is to begin with its prompt; clients may compare it."""
 VLLM_NO_ADAPTERS = "LoRA feature is not enabled."
 """Error message of vllm_backend for a request that names an adapter where there are none."""
 MAX_SEQUENCES = 1024
-"""Largest number of choices of all of a request's prompts together."""
+"""Most choices, or beams, of all of a request's prompts together."""
 
 
 class RequestParser:
@@ -159,7 +159,7 @@ class RequestParser:
         """Checks a copied request and returns it parsed.
 
         Raises:
-            InvalidArgumentError: a field is wrong; the message names the field and its limit.
+            InvalidArgumentError: a field is wrong; the message usually names the field.
             UnavailableError: the process that checks grammars fails.
             EngineError: CUDA fails for embeddings on a GPU.
         """
@@ -177,7 +177,8 @@ class RequestParser:
         return _together(found)
 
     def _parse(self, raw: RawRequest) -> ParsedRequest:
-        """Parses a request or one row of a batch. Errors name the field as the client wrote it."""
+        """Parses a request or one row of a batch. An error about a field whose name was translated
+        (`Translation.names`) has the client's name of it."""
         translation = translate(raw, self.tokenizer, self.info().vocab_size)
         try:
             return self._parse_translated(translation)
@@ -357,8 +358,8 @@ class RequestParser:
     def _pooled(
         self, params: SamplingParams, outputs: frozenset[str], control: Mapping[str, Any]
     ) -> SamplingParams:
-        """Returns the parameters of a request that wants an embedding or scores; others are returned as they
-        are.
+        """Returns the engine's parameters for a request that wants an embedding or scores; for others,
+        `params` unchanged.
 
         Raises:
             InvalidArgumentError: the model does not do what is asked for, or the request contradicts itself.
@@ -411,7 +412,8 @@ class RequestParser:
         return found
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
-        """Returns `stream_interval` and `stream_interval_ms`: the model's if the request states neither."""
+        """Returns `stream_interval` and `stream_interval_ms`: the model's if the request states neither. If
+        it states one of them, the other is 0."""
         if _INTERVALS.keys().isdisjoint(control):
             return self.config.stream_interval, self.config.stream_interval_ms
         return control.get("stream_interval", 0), control.get("stream_interval_ms", 0)
@@ -438,10 +440,11 @@ class RequestParser:
     ) -> tuple[list[_Prompt], ChatFormat | None]:
         """Returns the prompts, and the format of the answer to chat messages.
 
-        The format is None without chat messages.
+        The format is None if there is neither `messages` nor a `chat_format`.
 
         Raises:
-            InvalidArgumentError: there is no prompt, several kinds of prompts, or one that is invalid.
+            InvalidArgumentError: there is not exactly one kind of prompt, a prompt is invalid or cannot be
+                tokenized, or `text_pair` or `chat_format` does not go with it.
         """
         given = [name for name in _PROMPT_NAMES if name in raw.tensors]
         if len(given) != 1:
@@ -508,7 +511,11 @@ class RequestParser:
     def _encode_pairs(
         self, firsts: list[bytes], seconds: list[bytes], limits: _PromptLimits
     ) -> list[_Prompt]:
-        """Encodes pairs of texts; one first text belongs to all the second ones."""
+        """Encodes pairs of texts. If there is one first text, it belongs to all the second ones.
+
+        Raises:
+            InvalidArgumentError: the numbers of texts do not match, or a text or pair is invalid.
+        """
         assert self.tokenizer is not None
         names = "text_input", TEXT_PAIR.name
         if len(firsts) not in (1, len(seconds)):
@@ -531,13 +538,13 @@ class RequestParser:
 
 
 class _Prompt(NamedTuple):
-    """One tokenized prompt."""
+    """One prompt as token ids; placeholders stand for embeddings."""
 
     token_ids: list[int]
     text: str = ""
-    """The prompt's text, if it was given as one text."""
+    """The prompt's text, if it was given as one text; else empty."""
     second_text: int = 0
-    """See `PoolingParams`."""
+    """Index of the first token of a pair's second text, as in `PoolingParams`; 0: none is known."""
 
 
 class _PromptLimits(NamedTuple):
@@ -563,8 +570,8 @@ class _PromptLimits(NamedTuple):
 
 
 def _with_second_text(params: SamplingParams, second_text: int) -> SamplingParams:
-    """Returns the parameters of a prompt whose second text begins at the token of index `second_text`; 0: it
-    has no second text."""
+    """Returns `params` with the index `second_text` of the token at which a pair's second text begins. If it
+    is 0, returns `params` unchanged."""
     if not second_text:
         return params
     pooling = msgspec.structs.replace(params.pooling, second_text=second_text)
@@ -592,10 +599,11 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
     """Checks embeddings of images or of the prompt against their other inputs and the model.
 
     Returns:
-        None if the request has no embeddings.
+        What the engine is told of them; None: the request has no embeddings.
 
     Raises:
         InvalidArgumentError: the inputs do not fit each other or the model.
+        EngineError: CUDA fails for embeddings on a GPU.
     """
     name = "image_embeds"
     values = raw.tensors.get("image_spans", [])
@@ -660,8 +668,8 @@ def _streams(control: Mapping[str, Any]) -> bool:
 
 
 def _together(rows: list[ParsedRequest]) -> ParsedRequest:
-    """Joins the rows of a Triton batch into one request with several prompts. Of cancellations, the first row
-    is the request.
+    """Joins the rows of a Triton batch into one request with several prompts. Of a batch of cancellations,
+    only the first row is used.
 
     Raises:
         InvalidArgumentError: the rows differ in a setting that all must share (such as `stream`), a row has
@@ -700,18 +708,20 @@ def _outputs(
     config: FrontendConfig,
     all_outputs: frozenset[str],
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the names of the outputs of every response, and of those of the last response.
+    """Returns the names of the outputs in a choice's responses before its last, and in its last.
 
-    A client that names outputs gets exactly these with each response (in an ensemble, the step after the
-    generator fails without its inputs). For a client that names none Triton asks for all outputs. It gets
-    text and token ids with each response; finish reason and number of input tokens with the last, without a
-    stream also the number of output tokens, and of ranked choices the sum of log-probabilities; the index of
-    the choice and of the prompt if there are several, or always on a model with a batch dimension, which adds
-    the number of tokens (`sequence_length`); and other outputs only if its inputs ask for them. (A tensor
-    costs about 10 us of CPU on either side of the stub.) In the dialect of vllm_backend it gets the text, and
-    what its inputs ask for. With `return_embedding` or `return_scores` it gets embedding or scores (with the
-    label), finish reason, number of input tokens and the index of the prompt if there are several, but no
-    text.
+    A client that names outputs gets these with each response. (In an ensemble, the step after the generator
+    fails without its inputs.) For a client that names none Triton asks for all outputs. Each response to it
+    has text and token ids, and the last one also the finish reason and some counts. Indices of choices and
+    prompts are added where they are needed, and other outputs mostly if inputs ask for them: a tensor costs
+    about 10 us of CPU on either side of the stub. In the dialect of vllm_backend a response has the text and
+    what inputs ask for. With `return_embedding` or `return_scores` it has no text. What the model does not
+    declare is left out.
+
+    Args:
+        requested: names of the outputs that the client asks for.
+        num_prompts: number of prompts in the request, or in its row of a batch.
+        all_outputs: names of the outputs that the model declares.
     """
     if requested != all_outputs:
         return requested, requested

@@ -1,8 +1,8 @@
-"""RequestTraces: OpenTelemetry spans of each request, made when it has ended.
+"""RequestTraces: OpenTelemetry spans of a request, made when it has ended.
 
-It is on where the standard variables say where to send spans (`OTEL_EXPORTER_OTLP_ENDPOINT` or
-`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, by HTTP) and do not turn it off; else nothing of OpenTelemetry is
-imported.
+Tracing is on where the standard variables say where to send spans (`OTEL_EXPORTER_OTLP_ENDPOINT` or
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, by HTTP) and do not turn it off, and OpenTelemetry's packages are
+installed. If the variables do not ask for it, nothing of OpenTelemetry is imported.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ logger = logging.getLogger("quire")
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 MAX_CONTEXT = 512
-"""Longest trace header that is used, in characters, the length that W3C requires everybody to pass on. The
+"""Longest value in a trace context that is used, in characters; W3C asks everybody to pass on so many. The
 SDK's time for n blanks grows with n^2."""
 _STATED = (
     *("max_tokens", "temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty"),
 )
-"""Sampling parameters that a span has as attributes, because OpenTelemetry's conventions name them. Stop
-strings also have a name there, but no span has a text."""
+"""Sampling parameters that a request's span may have as attributes, because OpenTelemetry's conventions name
+them. Stop strings also have a name there, but spans get no such texts."""
 
 
 class RequestTraces:
-    """Observer that makes the spans of each request; a thread of the span processor sends them.
+    """Observer that makes the spans of a request; the span processor sends them.
 
     A request's span is a child of Triton's own where Triton traces the request, else of the caller's, if any.
-    Below it are `queue` (until it first ran), `prefill` (until the engine had a first token), `decode` and,
-    from its first response, `stream`. No span has a text. Commands have no span.
+    Below it are the phases that the request reached: `queue` (until it first ran), `prefill` (until the
+    engine had a first token), `decode` and, from its first response, `stream`. Spans hold no text of prompts
+    or answers. Commands have no span.
 
     Args:
         processor: OpenTelemetry span processor that gets the spans.
@@ -94,7 +95,7 @@ class RequestTraces:
         return _texts(caller), _texts(server)
 
     def ended(self, record: RequestEnded) -> None:
-        """See `RequestObserver`."""
+        """Makes the spans of a request that has ended; does nothing for a command."""
         if record.is_command:
             return
         from opentelemetry.trace import (
@@ -167,9 +168,9 @@ def phases_of(record: RequestEnded) -> list[tuple[str, float, float]]:
 
 
 def attributes_of(record: RequestEnded) -> dict[str, Any]:
-    """Returns the attributes of a request's span, as many as are known.
+    """Returns the attributes of a request's span.
 
-    Names are those of OpenTelemetry's conventions for generative AI; `quire.*` is ours.
+    Most names are those of OpenTelemetry's conventions for generative AI; `quire.*` are ours.
     """
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat" if record.is_chat else "text_completion",

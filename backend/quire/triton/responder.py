@@ -1,9 +1,9 @@
 """Responder: the thread between the engine and Triton's response senders.
 
-It alone sends responses and polls for cancellation. This module has the thread's loop. The parts are in
-`triton/sending/`, each with its own state: the table of open requests, the queue of choices with something to
-send, the sender, the ends of requests, the polls, the replays of known results, and the continuation of
-requests whose engine died.
+It alone sends a frontend's responses and polls for cancellation. This module has the thread's loop. Its parts
+are in `triton/sending/`, among them the table of open requests, the queue of choices with something to send,
+the sender, the ends of requests, the polls, the replays of known results, and the continuation of requests
+whose engine died.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class Responder(threading.Thread):
         num_frontends: number of frontends that share the engine's cores.
         model: name of the Triton model, for observers.
         observers: get a RequestEnded for each request.
-        max_pause_s: longest wait for the next engine, in seconds; 0 ends requests at once.
+        max_pause_s: longest time that requests wait for another engine when theirs has died, in seconds; 0:
+            they end at once.
         drain: notices that the model is being unloaded.
         results: the result cache; None: results are not cached.
         meter: measures the responses of streams; None: nothing is measured.
-        on_output: called for each output of an engine or a replay, after its choice has processed it; not
-            for errors and for outputs after a choice's end.
+        on_output: called when a choice has processed an output of an engine or a replay; not for errors and
+            for outputs after the choice's end.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Responder(threading.Thread):
     # Called from other threads: they only enqueue.
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
-        """Takes over a parsed request. From now on only the responder uses the handle."""
+        """Takes over a parsed request. From then on only the responder uses the handle."""
         self._post(lambda: self._submit(handle, parsed), handle)
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
@@ -102,7 +103,8 @@ class Responder(threading.Thread):
         self._post(lambda: self._ends.fail(handle, str(error), error.code), handle)
 
     def stop(self) -> None:
-        """Ends the thread once the inbox is empty; open requests and commands then end with UNAVAILABLE."""
+        """Tells the thread to end once the inbox is empty. Open requests and commands then end with
+        UNAVAILABLE."""
         self._stopped.set()
         self.engine.wake()
 
@@ -183,10 +185,11 @@ class Responder(threading.Thread):
             self._ends.fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
 
     def _begin(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
-        """Hands a request or command to an engine, or answers it without one, and begins to poll its client.
+        """Hands a request or command to the engine client, or has it answered without an engine, and begins
+        to poll its client.
 
         Raises:
-            UnavailableError: there is no engine, or the model is being unloaded.
+            UnavailableError: an engine that it needs is not running, or the model is being unloaded.
         """
         now = time.monotonic()
         self._polls.add(handle, now)
@@ -285,8 +288,8 @@ class Responder(threading.Thread):
         return [] if stopped is None else [stopped]
 
     def _answer(self, result: CommandResult) -> None:
-        """Ends a command: with an error if it failed, else a cancellation with finish reason "cancelled" and
-        any other command with its result as JSON text."""
+        """Ends a command that is still open. If it failed, it ends with an error. Else a cancellation ends
+        with finish reason "cancelled", and any other command with its result as JSON text."""
         handle = self._requests.handles.get(result.token)
         if handle is None:
             return
