@@ -142,5 +142,6 @@ def test_with_a_batch_dimension(batched: RequestParser, tmp_path: Path) -> None:
         harness.responder.submit(RequestHandle(sender, "b", ""), both)
         responses = data(sender)
         assert [response.tensors["embedding"].shape for response in responses] == [(1, 1)] * 2
+        assert sorted(int(response.tensors["batch_index"]) for response in responses) == [0, 1]
     finally:
         harness.close()

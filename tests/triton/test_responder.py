@@ -79,6 +79,7 @@ class Harness(Frontend):
         delay: Any = None,
         step_s: float = 0.0,
         stream_interval: int = 0,
+        cumulative: bool = False,
         **params: Any,
     ) -> fake_pb_utils.ResponseSender:
         sender = fake_pb_utils.ResponseSender()
@@ -91,6 +92,7 @@ class Harness(Frontend):
             external_id,
             OUTPUTS,
             OUTPUTS,
+            cumulative=cumulative,
             stream=stream,
             stream_interval=stream_interval,
         )

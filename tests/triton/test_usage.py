@@ -129,8 +129,11 @@ SHORT = SamplingParams(max_tokens=9, ignore_eos=True)
 
 
 @pytest.mark.row("A19", clauses=("reasons",))
+@pytest.mark.parametrize("cumulative", [False, True], ids=["delta", "cumulative"])
 @pytest.mark.parametrize("reason", ["length", "stop", "cancelled", "timeout", "error", "shutdown"])
-def test_each_end_is_a_finish_reason_that_the_client_sees(tmp_path: Path, reason: str) -> None:
+def test_each_end_is_a_finish_reason_that_the_client_sees(
+    tmp_path: Path, reason: str, cumulative: bool
+) -> None:
     """On the last response with data; `error` and `shutdown` are those of a stream that had begun, and the
     error itself, with FINAL, comes behind them."""
     harness = Harness(tmp_path)
@@ -145,7 +148,7 @@ def test_each_end_is_a_finish_reason_that_the_client_sees(tmp_path: Path, reason
             harness.runner.hold_after_token_of = "t-1"
         if reason == "timeout":
             scheduling = SchedulingParams(deadline=time.monotonic() + LATER_S)
-        sender = harness.submit(PROMPT, params, scheduling=scheduling)
+        sender = harness.submit(PROMPT, params, scheduling=scheduling, cumulative=cumulative)
         assert sender.first.wait(WAIT_S)
         if reason == "timeout":
             harness.pass_time()
@@ -161,9 +164,10 @@ def test_each_end_is_a_finish_reason_that_the_client_sees(tmp_path: Path, reason
         reasons = texts(responses, "finish_reason")
         assert reasons[-1] == reason and not any(reasons[:-1])
         expected = generate_alone(PROMPT, params, MAX_MODEL_LEN)[0]
-        got = [int(i) for response in responses for i in response.tensors["output_ids"]]
+        shown = responses[-1:] if cumulative else responses
+        got = [int(i) for response in shown for i in response.tensors["output_ids"]]
         assert got == expected[: len(got)]
-        assert total(responses, "num_output_tokens") == len(got)
+        assert total(shown, "num_output_tokens") == len(got)
         error = sender.responses[-1].error
         codes = {
             "error": fake_pb_utils.TritonError.INTERNAL,

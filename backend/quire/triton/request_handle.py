@@ -38,6 +38,8 @@ class Response(NamedTuple):
     """A `pb_utils.InferenceResponse`."""
     num_bytes: int
     """Bytes that its tensors hold at least."""
+    num_tokens: int
+    """Number of tokens of the delta from which it was made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,11 +125,12 @@ class RequestHandle:
     def make(self, output: RequestOutput) -> Response:
         """Makes the response for a choice's delta. The responses of a choice must be sent in the order in
         which they were made."""
+        num_tokens = len(output.token_ids)
         if self.parsed.cumulative:
             key = output.item, output.index
             output = self.so_far[key] = output.after(self.so_far.get(key))
         num_bytes, tensors = self._tensors(output)
-        return Response(pb_utils.InferenceResponse(tensors), num_bytes)
+        return Response(pb_utils.InferenceResponse(tensors), num_bytes, num_tokens)
 
     def send(
         self,
@@ -151,7 +154,7 @@ class RequestHandle:
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         key = output.item, output.index
         last_sent = self.last_sent.get(key)
-        message, num_bytes = response or self.make(output)
+        message, num_bytes, _ = response or self.make(output)
         now = self.last_sent[key] = time.monotonic()
         pause_s = 0.0
         if last_sent is None:

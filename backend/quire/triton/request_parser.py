@@ -728,7 +728,7 @@ def _outputs(
     asked = {name.removeprefix("return_") for name, wanted in control.items() if wanted is True} & requested
     if asked & {"embedding", "scores"}:
         beside = {"label"} if "scores" in asked else set()
-        if num_prompts > 1:
+        if num_prompts > 1 or "sequence_index" in all_outputs:
             beside.add("batch_index")
         only = frozenset({"finish_reason", "num_input_tokens", *asked, *beside})
         return only & all_outputs, only & all_outputs

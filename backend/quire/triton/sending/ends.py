@@ -17,7 +17,7 @@ from quire.engine.client import EngineClient
 from quire.outputs import RequestOutput
 from quire.triton.observers import RequestEnded, RequestObserver
 from quire.triton.parsed_request import UNPARSED
-from quire.triton.request_handle import RequestHandle
+from quire.triton.request_handle import RequestHandle, Response
 from quire.triton.sending.open_requests import OpenRequests
 from quire.triton.sending.pacing import SENDS_PER_PASS
 from quire.triton.sending.send_queue import SendQueue
@@ -109,7 +109,13 @@ class Ends:
             self.abort(handle, FinishReason.ERROR)
             self.fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
 
-    def flush(self, handle: RequestHandle, reason: FinishReason, popped: RequestOutput | None = None) -> None:
+    def flush(
+        self,
+        handle: RequestHandle,
+        reason: FinishReason,
+        popped: RequestOutput | None = None,
+        response: Response | None = None,
+    ) -> None:
         """Sends the last data response of each choice of a stream that still lacks it, before an error ends
         the request.
 
@@ -119,6 +125,7 @@ class Ends:
 
         Args:
             popped: an output that `pop_output` has already returned for one choice, if any.
+            response: the response that was made of `popped`; None: it is made here.
         """
         if not (handle.parsed.stream and handle.last_sent):
             return
@@ -130,8 +137,9 @@ class Ends:
                         choice.finish(reason)
                         outputs.append(choice.pop_output())
             for output in outputs:
-                handle.send(output, before_error=True)
+                handle.send(output, response if output is popped else None, before_error=True)
         except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
+            self._careful_until = time.monotonic() + CAREFUL_S
             logger.error("frontend: a request could not be told its end: %s", error, extra=handle.log_fields)
 
     def close(self, handle: RequestHandle) -> None:
@@ -204,7 +212,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         first_sent_at=handle.first_sent_at,
         ended_at=now,
         num_prompt_tokens=sum(processor.choices[0].num_prompt_tokens for processor in handle.processors),
-        num_cached_tokens=sum(max(c.num_cached_tokens for c in p.choices) for p in handle.processors),
+        num_cached_tokens=sum(processor.choices[0].num_cached_tokens for processor in handle.processors),
         num_output_tokens=sum(choice.num_output_tokens for choice in choices),
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         num_preemptions=sum(choice.num_preemptions for choice in choices),

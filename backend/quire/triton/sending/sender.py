@@ -98,11 +98,11 @@ class Sender:
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
         """
         if output.finish_reason == FinishReason.SHUTDOWN:
-            self._ends.flush(handle, FinishReason.SHUTDOWN, output)
+            self._ends.flush(handle, FinishReason.SHUTDOWN, output, response)
             message = "the engine is shutting down"
             self._ends.fail(handle, message, "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
             return
-        num_tokens = len(output.token_ids)
+        num_tokens = len(output.token_ids) if response is None else response.num_tokens
         try:
             pause_s = handle.send(output, response, careful=self._ends.is_careful)
         except Exception as error:
