@@ -78,8 +78,8 @@ class Continuation:
                 self._ends.fail_output(generation.handle, error)
 
     def end(self, link: EngineLink, reason: str) -> None:
-        """Ends the unfinished requests of a dead engine with UNAVAILABLE: they wait no longer for its successor.
-        The error tells the client `reason`."""
+        """Ends the unfinished requests of a dead engine with UNAVAILABLE: they wait no longer for its
+        successor. The error tells the client `reason`."""
         handles = dict.fromkeys(one.handle for one in self._generations(link) if not one.is_over)
         for handle in handles:
             self._ends.flush(handle, FinishReason.ERROR)
