@@ -1,13 +1,13 @@
 """ResultCache: an engine's outputs for deterministic requests, to answer the same requests again.
 
-It keeps what the engine sent (token ids, log-probabilities, embeddings, finish reasons), not what clients
-were sent. A hit goes through the same processors as an engine's outputs, so texts, stop strings, parsers,
-dialects and pacing are the request's own.
+It keeps what the engine sent (token ids, log-probabilities, embeddings), not what clients were sent, and how
+each choice ended. A hit goes through the same processors as an engine's outputs, so texts, stop strings,
+parsers, dialects and pacing are the request's own.
 
-A request's key is a digest of the engine's fingerprint, the tokenizer's files and the message to the engine.
-The message counts with its adapter's digest and its embeddings' hashes, but without ids, arrival time and the
-scheduling parameters other than tenant and cache salt. So a new field of AddRequest or SamplingParams is part
-of the key by itself.
+A request's key is a digest of the engine's fingerprint, files of the tokenizer and the messages to the
+engine, one per prompt. A message counts with its adapter's digest and its embeddings' hashes, but without the
+request's ids, its arrival time and the scheduling parameters other than tenant and cache salt. So a new field
+of AddRequest or SamplingParams is part of the key by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VERSION = 2
 MAX_ENTRY_BYTES = 16 * 2**20
 """Largest size of an entry, which holds the results of one request."""
 MAX_SHARE = 8
-"""Entries above 1/MAX_SHARE of `memory` in `result_cache` are not kept in memory."""
+"""An entry larger than 1/MAX_SHARE of the configured `result_cache.memory` is not kept in memory."""
 
 _decoder = msgspec.msgpack.Decoder(Results)
 _encoder = msgspec.msgpack.Encoder()
@@ -48,10 +48,11 @@ class ResultCache:
 
     Args:
         config: the configuration key `result_cache`.
-        tokenizer: the tokenizer's directory or file, as a grammar's meaning depends on it; None: none.
+        tokenizer: the tokenizer's directory or file, as a grammar's meaning depends on it; None: there is no
+            tokenizer.
 
     Raises:
-        ConfigError: redis-py is not installed, or `url` is no URL.
+        ConfigError: `url` is set, and redis-py is not installed or refuses it.
     """
 
     def __init__(self, config: ResultCacheConfig, tokenizer: Path | None = None) -> None:
@@ -89,8 +90,9 @@ class ResultCache:
     def keep(self, recording: Recording, finished: list[OutputProcessor], info: EngineInfo) -> None:
         """Stores a recording whose results would be the same again.
 
-        It is dropped if a choice ended by anything but a stop or its length, if engine or adapters changed,
-        or if it is larger than MAX_ENTRY_BYTES. Above 1/MAX_SHARE of `memory`, only Redis may get it.
+        It is dropped if a choice ended by anything but a stop or its length, if the engine's fingerprint or
+        an adapter of the request has changed since the look-up, or if it is larger than MAX_ENTRY_BYTES.
+        Above 1/MAX_SHARE of the configured `memory`, only Redis may get it.
 
         Args:
             finished: all choices of the request.
@@ -161,12 +163,13 @@ def nothing_said(num_choices: list[int]) -> Results:
 def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) -> Iterator[EngineCoreOutput]:
     """Yields results as outputs of an engine.
 
-    Without a stream each choice has one output. In a stream the first output has one token, further ones have
-    `stream_interval` tokens, or all the rest if it is 0.
+    Without a stream each choice has one output. In a stream a choice's first output has at most one token.
+    Each further one has the next `stream_interval` tokens, as far as there are so many, or all the rest if
+    `stream_interval` is 0.
 
     Args:
         results: the request's results.
-        request_ids: id in the engine of each of the request's prompts.
+        request_ids: the id that each of the request's prompts would have in an engine.
         parsed: the request.
     """
     size = parsed.stream_interval or MAX_ENTRY_BYTES

@@ -11,11 +11,11 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput, TokenLogprobs
 
 LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
-"""Finish reasons that depend on the request alone; others come from clocks, clients and faults."""
+"""Engines' finish reasons with which results may be cached: the same request would end so again."""
 
 
 class ChoiceResult(msgspec.Struct, array_like=True):
-    """Whole output of the engine for one choice."""
+    """Output for one choice of a request, over all its steps."""
 
     item: int
     index: int
@@ -59,11 +59,12 @@ class Recording:
     fingerprint: str
     """Fingerprint (`EngineInfo`) of the engine at the look-up."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Digest of each adapter's content at the look-up, by the adapter's name."""
+    """Digest of the content of each adapter of the request at the look-up, by the adapter's name."""
     choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
 
     def add_output(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
-        """Records an engine output. Call it before `choice` processes the output."""
+        """Records an engine output, unless `choice` has ended. Call it before `choice` processes the
+        output."""
         if choice.finished:
             return  # what was on its way when a stop string ended it
         place = choice.item, choice.index

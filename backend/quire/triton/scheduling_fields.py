@@ -33,7 +33,8 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 SCHEDULING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
-"""Names of all scheduling fields, the same as a tensor, in JSON and as a request parameter."""
+"""Names of a request's scheduling fields. A field has one name as a tensor, in JSON and as a request
+parameter."""
 
 ALIASES: dict[str, str] = {"priority": "request_priority"}
 """Our name of a field, by other backends' name of it. Only `sampling_parameters` may use theirs, as Triton
@@ -67,11 +68,12 @@ def parse_scheduling_params(
         timeout_us: Triton's own timeout of the request, microseconds; 0: none. The shorter one of it and
             `deadline_ms` is the deadline.
         correlation_id: Triton's sequence id; names the session where no source does. Empty: none.
-        sequence_end: Triton's flag that this is the sequence's last request; used with `correlation_id`.
+        sequence_end: Triton's flag that this is the sequence's last request. It counts only where
+            `correlation_id` names the session and no source states `session_end`.
 
     Raises:
-        InvalidArgumentError: wrong type or value outside its range, an end without a session, or a pin
-            without a `cache_ttl_ms` of at most MAX_PIN_TTL_S; names the field.
+        InvalidArgumentError: a wrong type or value, an end without a session, or a pin without a
+            `cache_ttl_ms` of at most MAX_PIN_TTL_S seconds; names the field.
     """
     given: dict[str, Any] = {}
     for source in sources:

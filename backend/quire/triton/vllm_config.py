@@ -61,7 +61,7 @@ file states. `disable_log_stats` still turns vllm_backend's metrics off."""
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Translates vLLM's engine arguments into our configuration, with vllm_backend's dialect.
 
-    `quantization` is left out; see `check_quantization`.
+    `quantization` is left out; see `check_quantization`. Arguments that are null are left out, too.
 
     Raises:
         ConfigError: names each argument that is unknown, or that must be 1 and is not.
@@ -112,7 +112,8 @@ def check_quantization(method: Any, checkpoint: Path) -> None:
     For others the value is ignored, as the files say how the weights are quantised. GGUF files are accepted.
 
     Raises:
-        ConfigError: the checkpoint's weights are not quantised, so that vLLM would do it at load.
+        ConfigError: the checkpoint's weights are not quantised, so that vLLM would do it at load; or
+            config.json cannot be read.
     """
     config = checkpoint / "config.json"
     if method is None or not config.exists():  # a GGUF file

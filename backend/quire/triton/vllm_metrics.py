@@ -1,7 +1,8 @@
-"""Metrics of vllm_backend at /metrics, where a model's config.pbtxt sets REPORT_CUSTOM_METRICS.
+"""Metrics of vllm_backend at /metrics, for models that ask for them (`vllm_config.shows_metrics`).
 
-Names, labels, buckets and meanings are those of vllm_backend and vLLM: a choice of a request counts as a
-request, and a token counts when it comes. The histograms are Triton's, which need a call for each value.
+Names, labels, buckets and meanings are those of vllm_backend and vLLM: in most of them a choice of a request
+counts as a request, and a token counts when it comes. The histograms are Triton's, which need a call for each
+value.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from quire.models.interface import Model
 
 class AdapterMemory:
     """Memory of a model's adapter slots: `max_loras` adapters of ranks up to `max_lora_rank` in each
-    adaptable layer. Raises ConfigError if no layer is adaptable."""
+    adaptable layer. Raises ConfigError if the model does not support adapters or no layer is adaptable."""
 
     def __init__(self, model: Model, config: AdapterConfig, device: torch.device) -> None:
         self._model, self._dtype = model, model.config.dtype
@@ -44,8 +44,8 @@ class AdapterMemory:
 
 
 def adaptable(model: Model) -> Iterator[tuple[str, Linear]]:
-    """Yields the layers that adapters may change, by their names in the model. Leaves out experts, their
-    routers, the layers that latent attention absorbs, and indexers."""
+    """Yields the layers that adapters may change, by their names in the model. Leaves out mixtures of
+    experts with all that is in them, the layers that latent attention absorbs, and indexers."""
     outside = [f"{name}." for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
     for name, module in model.named_modules():
         is_fixed = isinstance(module, AsStoredLinear)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 class BlockTable:
     """`max_num_seqs` append-only rows of block ids for each KV group, int32.
 
-    A row belongs to one request from `assign` to `release`. Attention never reads entries after
-    `num_blocks[group, row]`, because it stops at the sequence's length. Nor does it read entries of blocks
-    that have left the group's window, which may belong to another request by now.
+    A row belongs to one request from `assign` to `release`. Its first `num_blocks[group, row]` entries are
+    valid. Results of attention depend on no entry after them, and on none whose block has left the group's
+    window: that block may belong to another request by now.
     """
 
     def __init__(self, num_groups: int, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:

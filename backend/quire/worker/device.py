@@ -1,4 +1,4 @@
-"""Copies arrays to and from the device without waiting for it."""
+"""Copies arrays to the device, and tensors to the host, while the host goes on."""
 
 from __future__ import annotations
 

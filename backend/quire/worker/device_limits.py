@@ -1,5 +1,5 @@
-"""Measures a device's peak memory bandwidth and matrix product rate, in about half a second. Profiles are
-compared with them."""
+"""Measures a device's memory bandwidth and matrix product rate, with which profiles are compared. It usually
+takes about half a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from quire.roofline import DeviceLimits
 
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""Bytes to read per device type: more than any cache holds."""
+"""Bytes to read per device type: more than most caches hold."""
 SIZES = {"cpu": (1024, 2048), "cuda": (8192, 8192)}
 """Number of rows, and of features, in the matrix product per device type."""
 REPEATS = 5
@@ -28,7 +28,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype, num_threads: int) -
         num_threads: number of threads for both measurements, on a CPU.
 
     Raises:
-        RuntimeError: there is not enough memory.
+        RuntimeError: torch fails, for example because there is not enough memory.
     """
     rows, features = SIZES[device.type]
     threads_before = torch.get_num_threads()

@@ -47,7 +47,8 @@ class DraftHead(DraftModel):
         """[num_blocks, block_size, fed_size]: what the head reads of the target for the token of each
         slot."""
         self._last: torch.Tensor | None = None
-        """Results of the previous draft, one row per request; None: the next draft is a request's first."""
+        """Results of the head's latest computation, one row per request that got a draft by it; None: the
+        next computation is the first of a step."""
 
     def prepare(self, inputs: ForwardInputs) -> None:
         """See DraftModel."""

@@ -1,11 +1,12 @@
 """DraftModel: a smaller model that guesses the next tokens of requests.
 
 Its KV cache has as many blocks as the target model's. A token has the same slot in both, by the block table
-of the full-attention layers, so the scheduler need not know of the draft model. Requests that share a block
-would all write the same content to it.
+of the full-attention layers, so the scheduler allocates nothing for the draft model. Requests that share a
+block would all write the same content to it.
 
-The draft model computes nothing of a request before drafts are wanted. Then it computes all tokens that its
-cache lacks, including a prompt found in the prefix cache.
+The draft model computes nothing of a request before drafts are wanted. Then it computes all tokens that it
+has not computed for this request, over several steps if need be. A prompt found in the prefix cache is among
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
 
 
 def check_draft(draft: DecoderConfig, target: DecoderConfig) -> None:
-    """Raises ConfigError, with the reason, if the draft model cannot guess for the target model."""
+    """Raises ConfigError if the vocabularies differ, if the draft model needs several KV groups, or if all
+    layers of the target have a sliding window."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft_model: its vocabulary has {draft.vocab_size} tokens, the model's {target.vocab_size}"

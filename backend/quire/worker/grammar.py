@@ -1,10 +1,10 @@
 """Grammars: matchers of the rows whose output follows a grammar, and their token masks, computed on other
 threads.
 
-A row's matcher is made together with the row, and with it the mask of the first token. The mask of a later
-token is started when the token before is known, so it is computed beside the model, and only sampling waits
-for it. Compiled grammars are cached, so that of many requests with one schema only the first compiles it. No
-torch here.
+A row's matcher, and with it the mask of the first token, is started when the row is made. The mask of a
+later token is started when the token before is known, so it is computed beside the model, and only sampling
+waits for it. The latest compiled grammars are cached, so that requests with the same schema usually need not
+compile it. No torch here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Most compiled grammars that are kept."""
 MAX_WAIT_S = 5.0
-"""Most seconds that a step waits for one row's grammar: ten times the limit for compiling a client's grammar,
-and a thousand times the duration of advancing a grammar by one token."""
+"""Most seconds that a step waits for one task of a row's grammar: ten times the limit for compiling a
+client's grammar, and far more than advancing a grammar by one token takes."""
 Mask = npt.NDArray[np.int32]
 """Bit i % 32 of word i // 32 is set if token i may follow. Tokens after the last word may not follow."""
 
@@ -74,7 +74,7 @@ class Grammars:
         """Two threads, so that masks do not wait for compilation."""
 
     def warm_up(self) -> None:
-        """Reads the vocabulary, which holds the interpreter lock, before requests wait."""
+        """Reads the vocabulary before requests wait for it. Reading holds the interpreter lock."""
         with contextlib.suppress(InvalidArgumentError):  # requests with a grammar get this error
             self._vocabulary = self._make_vocabulary()
 
@@ -103,7 +103,7 @@ class DraftGrammar:
     def __init__(self, masks: Future[list[Mask | None]], number: int, deadline: float) -> None:
         self._masks, self._number, self._deadline = masks, number, deadline
         self.error = ""
-        """Why the mask is not known; nothing is then sampled after the draft. Empty: no error."""
+        """Why the mask is not known; no token after the draft is then kept. Empty: no error."""
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
         """Returns the mask of the tokens that may follow the draft; None: it is not known, and `error` is
@@ -123,8 +123,8 @@ class DraftGrammar:
 class RowGrammar:
     """The state of one row in its grammar.
 
-    Invariants: the matcher has consumed exactly the output tokens among `token_ids[:_num_seen]`, or has
-    failed, or has ended. Only the task under way may use the matcher; after `_wait` the caller may.
+    Invariants: the matcher has consumed exactly the output tokens among the row's first `_num_seen` tokens,
+    or has failed, or has ended. Only the task under way may use the matcher; after `_wait` the caller may.
     """
 
     __slots__ = (
@@ -157,11 +157,12 @@ class RowGrammar:
         return self._wait()
 
     def accept(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Consumes tokens sampled after those consumed before, and starts the next mask.
+        """Consumes tokens sampled after those consumed before. Starts the next mask, unless the grammar has
+        ended or failed.
 
         Returns:
-            The number of tokens to keep, which leaves out those after the grammar's end; and whether the
-            grammar has ended. If it has failed, all tokens are kept.
+            The number of tokens to keep, and whether the grammar has ended. Tokens after the one that ends it
+            are not kept. If it had ended before, 1 is returned. If it has failed, all tokens are kept.
         """
         self._wait()
         if self.error:
@@ -185,7 +186,8 @@ class RowGrammar:
 
     def _catch_up(self, token_ids: Sequence[int]) -> None:
         """Consumes the output tokens in `token_ids` (prompt and output) that are not consumed yet. If there
-        are any, begins to compute the next mask. After a preemption no token is consumed yet."""
+        are any, begins to compute the next mask. After a preemption no token is consumed yet. Does nothing
+        if the grammar has failed."""
         new = token_ids[self._num_seen :]
         if not new:
             return
@@ -235,7 +237,7 @@ class RowGrammar:
         return self._next()
 
     def _next(self) -> Mask | None:
-        """Returns the mask after the tokens that the matcher has consumed.
+        """Returns the mask after the tokens that the matcher has consumed; None: the grammar has ended.
 
         Raises:
             InvalidArgumentError: the matcher has failed.

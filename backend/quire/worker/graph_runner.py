@@ -1,14 +1,14 @@
-"""Steps recorded once per size and replayed as graphs: DecodeGraphs whole, PromptGraphs without their
+"""Steps recorded for some sizes and replayed as graphs: DecodeGraphs whole, PromptGraphs without their
 attention.
 
-`DecodeGraphs` records steps in which every request computes one token. A recorded step reads all its changing
-inputs from fixed memory: the block table rows that take part, the lengths of their sequences, their position
-deltas and adapter slots, and their newest tokens if the host knows them. The recorded step itself computes
-positions, slots, tables and input ids from these. So a step costs the host one replay and one copy, or two if
-blocks were appended.
+`DecodeGraphs` records steps in which every request computes one token. A recorded step reads what changes
+from fixed memory. The host writes there the block table rows that take part, the lengths of their sequences,
+their position deltas and adapter slots, and their newest tokens if it knows them. The recorded step itself
+computes positions, slots, tables and input ids from these. So a step costs the host one replay and one copy,
+or two copies if blocks were appended.
 
-`PromptGraphs` handles the other steps of few tokens. Their attention depends on the batch in ways that cannot
-be recorded; it runs eagerly between recorded pieces.
+`PromptGraphs` handles other steps of few tokens, and decode steps where attention cannot be recorded. Its
+attention runs eagerly between recorded pieces.
 
 A batch is padded to the next recorded size. Padding rows write to a scratch block after the pool, which no
 request uses. So kernels need not know of padding, and no request reads anything of it.
@@ -169,8 +169,8 @@ class DecodeGraphs:
 
     def can_run(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Returns whether a recorded step can compute these rows. Each row must compute one token and sample
-        one token, and not compute a token of a prompt with images. If only the recorded sizes are too small,
-        counts a miss."""
+        one token, and not compute a token of a prompt with given embeddings, such as images. Rows to be
+        pooled must not be among them. If only the recorded sizes are too small, counts a miss."""
         requests = self.batch.requests
         for item in scheduled:
             if item.num_scheduled_tokens != 1 or not item.samples or requests[item.request_id].choices:
@@ -278,15 +278,17 @@ def token_sizes(max_num_tokens: int, few: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Recorded work up to a layer's attention, or after the last one."""
+    """Recorded work between one layer's attention and the next, before the first or after the last."""
 
     replay: Work
     attend: Attend | None
-    """The attention that follows the piece, as a function of queries; None: the piece is the last."""
+    """The attention that follows the piece, as a function of queries and metadata; None: the piece is the
+    last."""
     group: int
-    """KV group of that attention's layer."""
+    """KV group of the layer whose attention follows the piece; 0 for the last piece."""
     heads: torch.Size
-    """[num_heads, head_dim] of that attention's queries."""
+    """[num_heads, head_dim] of the queries of the attention that follows the piece; empty for the last
+    piece."""
 
 
 class PromptGraphs:

@@ -21,15 +21,15 @@ CANCEL_POLL_S = 0.1
 MAX_POLL_S = 0.25
 """Limit in seconds up to which the time between a request's responses extends the time between its polls."""
 MAX_POLL_SHARE = 0.02
-"""Share of the thread's time that cancellation polls may use. With many requests the period grows to keep
-it."""
+"""Share of the responder thread's time that cancellation polls should use at most. With many requests each is
+polled less often."""
 
 
 class CancellationPolls:
-    """Polls each open request once per period, and ends those whose clients have gone.
+    """Polls open requests at intervals, and ends those whose clients have gone.
 
     Args:
-        requests: the open requests; their number sets the poll period.
+        requests: the open requests; where there are many, each is polled less often.
         ends: ends the cancelled requests.
         engine: aborts the cancelled requests.
     """
@@ -37,7 +37,7 @@ class CancellationPolls:
     def __init__(self, requests: OpenRequests, ends: Ends, engine: EngineClient) -> None:
         self._requests, self._ends, self._engine = requests, ends, engine
         self._queue: list[tuple[float, str, RequestHandle]] = []
-        """Heap of open requests by the time of the next poll."""
+        """Heap of requests by the time of the next poll. An ended one stays until that time."""
         self._poll_cost = 1e-4
 
     @property
@@ -53,11 +53,11 @@ class CancellationPolls:
         """Polls up to SENDS_PER_PASS of the requests that are due, the longest due first, and ends those that
         their clients have cancelled.
 
-        The time between the latest two responses of a request, up to MAX_POLL_S, is also the least time
-        between two polls of it: blocks are freed only between steps.
+        Two polls of a request are at least as far apart as the latest two responses of one of its choices,
+        up to MAX_POLL_S: blocks are freed only between steps.
 
         Returns:
-            The polled requests that are not cancelled.
+            The polled requests that were not ended here.
         """
         if not self._queue:
             return []
@@ -85,7 +85,8 @@ class CancellationPolls:
         return alive
 
     def _cancel(self, handles: list[RequestHandle]) -> None:
-        """Ends requests whose clients have gone. Logs vllm_backend's messages for requests in its format."""
+        """Ends requests whose clients have gone. For those with vllm_backend's form of outputs, logs its
+        messages."""
         told = [handle for handle in handles if handle.parsed.form == "vllm"]
         for handle in told:
             logger.info("[vllm] Cancelling the request", extra=handle.log_fields)

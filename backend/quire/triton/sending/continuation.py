@@ -1,7 +1,8 @@
 """Continuation: keeps requests alive when their engine dies.
 
-When an engine dies, its requests pause until its successor resumes them. Requests of other engines go on.
-A paused request ends if its client cancels it, its deadline passes or no successor starts in time.
+When an engine dies, its requests usually pause until its successor resumes them. Requests of other engines
+go on. A paused request ends, for example, if its client cancels it, its deadline passes or no successor
+starts in time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Continuation:
 
     Args:
         requests: the open requests.
-        queue: sends the results of requests that end while they are paused.
+        queue: gets the choices of paused requests that are cancelled or pass their deadlines.
         ends: ends requests that cannot be resumed.
         engine: sends resumed requests to the next engine.
         max_pause_s: longest wait for the next engine, in seconds; 0 ends requests at once.
@@ -77,7 +78,8 @@ class Continuation:
                 self._ends.fail_output(generation.handle, error)
 
     def end(self, link: EngineLink, reason: str) -> None:
-        """Ends the unfinished requests of a dead engine with UNAVAILABLE, because it gets no successor."""
+        """Ends the unfinished requests of a dead engine with UNAVAILABLE: they wait no longer for its
+        successor. The error tells the client `reason`."""
         handles = dict.fromkeys(one.handle for one in self._generations(link) if not one.is_over)
         for handle in handles:
             self._ends.flush(handle, FinishReason.ERROR)
@@ -117,12 +119,12 @@ class Continuation:
                 self.end(link, f"there is no other after {self._max_pause_s:g} s (max_pause_s)")
 
     def _generations(self, link: EngineLink) -> list[Generation]:
-        """Returns the open prompts of a link, oldest first."""
+        """Returns a link's prompts of open requests, oldest first."""
         request_ids = self._engine.requests_of(link)
         return [one for request_id, one in self._requests.generations.items() if request_id in request_ids]
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        """Ends a paused prompt. The client still gets the tokens that were generated."""
+        """Ends a paused prompt. The client still gets an answer, from the tokens so far."""
         for choice in generation.processor.choices:
             if not choice.finished:
                 choice.finish(reason)

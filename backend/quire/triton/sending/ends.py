@@ -26,7 +26,8 @@ from quire_ensemble.shared_memory import END_PAUSES_S
 logger = logging.getLogger("quire")
 
 CAREFUL_S = 10.0
-"""Seconds after a failed send in which room is checked before every FINAL (see `RequestHandle`)."""
+"""Seconds after a failed send in which Triton's shared memory is asked for room before every FINAL (see
+`RequestHandle`)."""
 
 
 class Ends:
@@ -56,7 +57,7 @@ class Ends:
 
     @property
     def is_careful(self) -> bool:
-        """Whether a send has failed in the last CAREFUL_S seconds."""
+        """Whether a send has failed in the last CAREFUL_S seconds. Sends of `flush` do not count."""
         return time.monotonic() < self._careful_until
 
     @property
@@ -99,7 +100,7 @@ class Ends:
 
     def fail_send(self, handle: RequestHandle, error: Exception) -> None:
         """Handles a response that could not be sent. Schedules a retry if it was an error. If it was data,
-        aborts the request in the engine and ends it with an error."""
+        aborts the request in its engines and ends it with an error."""
         now = time.monotonic()
         self._careful_until = now + CAREFUL_S
         logger.error("frontend: a response could not be sent: %s", error, extra=handle.log_fields)
@@ -124,7 +125,7 @@ class Ends:
         stream or has had no response.
 
         Args:
-            popped: an output that `pop_output` has already returned for one choice, if any.
+            popped: an output that was already popped from one choice and not sent; None: there is none.
             response: the response that was made of `popped`; None: it is made here.
         """
         if not (handle.parsed.stream and handle.last_sent):
@@ -143,7 +144,7 @@ class Ends:
             logger.error("frontend: a request could not be told its end: %s", error, extra=handle.log_fields)
 
     def close(self, handle: RequestHandle) -> None:
-        """Removes a request whose last response was sent, and reports its end."""
+        """Removes a request that has ended, and reports its end."""
         self._remove(handle)
         self._report(handle, handle.finish_reason)
 
@@ -172,7 +173,8 @@ class Ends:
                     handle.abandon()
 
     def _remove(self, handle: RequestHandle) -> None:
-        """Removes the request from all tables. Only an error may still be sent for it."""
+        """Removes the request from the engine client, the open requests and the send queue. Only an error may
+        still be sent for it."""
         for processor in handle.processors:
             self._engine.forget(processor.request_id)
         self._requests.remove(handle)

@@ -1,4 +1,4 @@
-"""Generation: a prompt sent to an engine, with the state that another engine needs to resume it."""
+"""Generation: a prompt of an open request, with the state that another engine needs to resume it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Generation:
 
     def record_crash(self, suspects: InFlightSuspects) -> bool:
         """Counts a death of the prompt's engine. Returns whether `num_crashes_alone` is now
-        MAX_CRASHES_ALONE, so that the request counts as the one that kills engines. The first death is not
-        among these, as the request is no suspect then."""
+        MAX_CRASHES_ALONE, so that the request counts as the one that kills engines. A request's first death
+        of an engine does not add to `num_crashes_alone`, as the request is no suspect then."""
         is_suspect = self.message.request_id in suspects.request_ids
         self.num_deaths = self.num_deaths + 1 if is_suspect else 1
         self.num_crashes_alone = self.num_crashes_alone + 1 if is_suspect and suspects.is_alone else 0

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests and commands of one frontend that have not ended."""
+"""OpenRequests: the requests and commands that one frontend's responder has begun and not ended."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class OpenRequests:
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else TokenDecoder.for_tokenizer(tokenizer)
         self.handles: dict[str, RequestHandle] = {}
-        """Requests and commands, oldest first."""
+        """Requests and commands by id, in the order in which they were added."""
         self.generations: dict[str, Generation] = {}
-        """Prompts of the open requests, by their id in the engine, oldest first."""
+        """Prompts of the open requests, by their id in messages to engines, in the order in which they were
+        added."""
 
     def add(self, handle: RequestHandle) -> None:
         self.handles[handle.request_id] = handle

@@ -4,7 +4,7 @@ A response is a round trip to the server, whatever it holds. Two things bound ho
 thread of a frontend that sends them, and, where the engine computes on the CPU, the cores that it shares with
 the frontend, the server and often the client. The recent cost of a response and the number of streams give
 the shortest time between two responses of a stream. Tokens that arrive in between are merged. One stream
-alone, or a few slow ones, get a response for each step.
+alone, or a few slow ones, usually get a response for each step.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from __future__ import annotations
 import math
 
 SENDS_PER_PASS = 16
-"""Most responses sent before the engine's socket is looked at again: about 2.5 ms. Polls, retries and replays
-have the same limit."""
+"""Most responses that `Sender.send_due` sends before the engine's socket is looked at again: about 2.5 ms. A
+pass's polls, retries and replays have the same limit."""
 SEND_SHARE = 0.6
-"""Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
+"""Share of the sending thread's time that `Pace` grants to responses: the rest is for messages, polls and
+ends."""
 CPU_SHARE = 0.03
-"""Share of the computing cores that sending responses may use, in addition to the idle cores."""
+"""Share of the computing cores that `Pace` grants to responses, in addition to the idle cores."""
 PATH_FACTOR = 3.0
 """CPU seconds of a response's whole path (server, stub, a client on the machine) for each CPU second of the
 sending thread."""
 MAX_INTERVAL_S = 0.25
 """Longest interval that `Pace` sets between two responses of a stream, in seconds."""
 MAX_PERIOD_S = 0.1
-"""Cap on a measured time between two steps, in seconds."""
+"""Cap on a measured time between two arrivals of outputs, in seconds."""
 _MEMORY = 0.98
 """Factor by which each new measurement reduces the weight of the earlier ones."""
 
@@ -44,7 +45,8 @@ class Pace:
         self._num_responses, self._seconds, self._cpu_seconds = 1.0, 1.5e-4, 1e-4
         self._last_step = 0.0
         self.period_s = 0.0
-        """Running average of the time between the outputs of two steps, in seconds."""
+        """Running average of the time between two arrivals of outputs, in seconds. A longer time than
+        MAX_PERIOD_S counts as MAX_PERIOD_S."""
 
     def charge(self, num_responses: int, seconds: float, cpu_seconds: float) -> None:
         """Adds a measurement: `num_responses` took the sending thread `seconds` of wall-clock time and
@@ -54,7 +56,7 @@ class Pace:
         self._cpu_seconds = _MEMORY * self._cpu_seconds + cpu_seconds
 
     def step(self, now: float) -> None:
-        """Updates `period_s` when the outputs of a step arrive."""
+        """Updates `period_s` when outputs arrive, at CLOCK_MONOTONIC seconds `now`."""
         self.period_s += (1 - _MEMORY) * (min(now - self._last_step, MAX_PERIOD_S) - self.period_s)
         self._last_step = now
 

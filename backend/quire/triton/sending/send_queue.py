@@ -1,8 +1,9 @@
-"""SendQueue: the choices that have something to send, and the time at which each is due.
+"""SendQueue: the choices with tokens or an end to send, and the time at which each is due.
 
 One `send` is a round trip to the server (about 150 us), so deltas are merged where there are many. A stream's
-first token and each choice's end are sent at once. Other tokens of a stream wait until the stream is due, by
-`Pace` or by the `stream_interval` or `stream_interval_ms` of the request or the model.
+first token and a choice's end are due at once. (With `best_of`, ends are due when all choices have ended.)
+Other tokens of a stream wait until the stream is due, by `Pace` or by the `stream_interval` or
+`stream_interval_ms` of the request or the model.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ URGENT = 0.0
 
 
 class SendQueue:
-    """Choices that have something to send, with the time at which each is due.
+    """Choices with tokens or an end to send, with the time at which each is due.
 
     Args:
-        pace: sets the interval between a stream's responses if the request does not.
+        pace: sets the interval between a stream's responses if neither the request nor the model does.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -35,7 +36,7 @@ class SendQueue:
         self._next_due = math.inf
         """Time before which no choice is due."""
         self._last_look = 0.0
-        """Time of the last call of `is_due`."""
+        """The time `now` of the last call of `is_due`."""
 
     @property
     def next_event(self) -> float:
@@ -49,8 +50,8 @@ class SendQueue:
         return now >= self._next_due
 
     def mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
-        """Adds a choice that got tokens or has ended. Of ranked choices, adds the best ones once all
-        have ended."""
+        """Adds a choice that got tokens or has ended. With `best_of`, adds the best choices once all have
+        ended."""
         parsed = handle.parsed
         processor = handle.processors[choice.item]
         if processor.num_best:

@@ -22,7 +22,7 @@ class Sender:
     Args:
         queue: the choices that have something to send.
         ends: ends requests whose response cannot be made or sent.
-        engine: results are cached only if they are of the engine that its `info` describes.
+        engine: the engine client; results are cached only if they fit its present `info`.
         meter: measures the responses of streams; None: nothing is measured.
         results: the result cache; None: results are not cached.
     """
