@@ -17,7 +17,7 @@ from quire.worker.kv_cache import KVCache
 from quire_kernels.metadata import AttentionMetadata
 
 _BATCH = 8
-"""Number of windows that are computed at once."""
+"""Most windows that are computed at once."""
 _BLOCK_SIZE = 16
 
 
@@ -26,7 +26,8 @@ class InputStatistics:
     """Statistics of the input of one linear layer, or of several with the same input."""
 
     gram: torch.Tensor
-    """float32 [in_features, in_features]: the sum of x x^T over tokens; after `finish`, the mean."""
+    """float32 [in_features, in_features]: the sum of x x^T over the tokens' inputs x; after `finish`, the
+    mean."""
     sizes: torch.Tensor
     """float32 [in_features]: the sum of each input feature's magnitudes; after `finish`, the mean."""
     largest: torch.Tensor
@@ -56,13 +57,13 @@ class Calibration:
     """Passes windows of a text through a model, layer by layer. It holds the hidden states before the next
     layer.
 
-    `layer` makes one decoder layer in float32. If it is made of quantised weights and passed to `advance`,
-    the layers after it are calibrated with its output.
+    `layer` makes one decoder layer in float32. If a layer with rounded weights is passed to `advance`, the
+    statistics of later layers include the effect of the rounding.
 
     Args:
-        model: the checkpoint's model in float32 on the "meta" device; only its structure is used.
+        model: the checkpoint's model in float32 on the "meta" device; its weights are not used.
         embeddings: embedding table [vocab_size, hidden_size] of the checkpoint.
-        windows: token ids of texts that are independent of each other.
+        windows: token ids of each window. Windows do not see each other.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Calibration:
         self.lengths = [len(window) for window in windows]
         ids = torch.tensor([token_id for window in windows for token_id in window])
         self.hidden = embeddings[ids].float() * (config.embedding_scale or 1.0)
-        """float32 [num_tokens, hidden_size] of all windows."""
+        """Hidden states before the next layer, of all windows: float32 [num_tokens, hidden_size]."""
         longest, cpu = max(self.lengths), torch.device("cpu")
         self._rotary = RotaryEmbedding(config.rope, longest, cpu)
         other = config.other_rope
@@ -115,7 +116,7 @@ class Calibration:
         return found
 
     def advance(self, index: int, layer: DecoderLayer) -> None:
-        """Replaces the hidden states by the layer's output; raises CheckpointError if they are not finite."""
+        """Replaces the hidden states by the layer's output; raises CheckpointError if that is not finite."""
         self.hidden = self._compute(index, layer)
         if not self.hidden.isfinite().all():
             raise CheckpointError(f"layer {index} computes numbers that are not finite")

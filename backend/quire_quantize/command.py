@@ -26,8 +26,9 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
     """Quantise a checkpoint, and measure the perplexity before and after.
 
     The decoder's linear layers become 4-bit (awq, gptq, w4a8) or 8-bit (w8a8, fp8) numbers, stored in
-    compressed-tensors' format. Embeddings and head stay as they are. The first three quarters of the text are
-    for calibration. The last quarter is for perplexity.
+    compressed-tensors' format. Embeddings and head are not quantised. Schemes except fp8 are calibrated with
+    the first three quarters of the text. Perplexity is measured with the last quarter. Of both parts, at most
+    16384 tokens are used.
     """
     from quire_common.hub import find_checkpoint
     from quire_quantize.perplexity import perplexity, split, text_of
@@ -52,10 +53,10 @@ def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | N
 @click.option("--text", "text_file", type=_file, help="A text; else what `quire quantize` measures with.")
 @click.option("--option", "settings", multiple=True, help="A configuration key, such as quantization=w8a8.")
 def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...]) -> None:
-    """Measure a checkpoint's perplexity on a text, as the engine would serve it.
+    """Measure a checkpoint's perplexity on a text, with the engine.
 
-    The text is cut into windows of 512 tokens, at most 16384 tokens in all. Every token except the first of a
-    window counts.
+    The text is cut into windows of usually 512 tokens. Windows with at most 16384 tokens in all are used. In
+    each of them, all tokens except the first count.
     """
     from quire_ensemble.cli import parse_option
     from quire_quantize.perplexity import perplexity as measure

@@ -26,7 +26,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     occurs.
 
     Raises:
-        CheckpointError: `path` exists, or cannot be written.
+        CheckpointError: `path` exists or cannot be written, or the body of the `with` statement raises
+            OSError or SafetensorError.
     """
     if path.exists():
         raise CheckpointError(f"{path}: exists already")
@@ -59,14 +60,15 @@ class WeightsWriter:
         """Bytes of all tensors added so far."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor. It is written now or, at the latest, by `finish`."""
+        """Adds a tensor. It is written by a later `add` or by `finish`."""
         if self._open and sum(one.nbytes for one in self._open.values()) + tensor.nbytes > _SHARD_BYTES:
             self._write()
         self._open[name] = tensor.contiguous()
         self.num_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Writes the remaining tensors, and the index if there are several files."""
+        """Writes the remaining tensors, gives the files their names, and writes the index if there are
+        several files."""
         self._write()
         if len(self._files) == 1:
             self._files[0][0].rename(self.directory / "model.safetensors")
@@ -91,5 +93,5 @@ class WeightsWriter:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Writes an object as indented JSON."""
+    """Writes an object to a file, as indented JSON."""
     file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")

@@ -11,11 +11,11 @@ import torch
 from quire_quantize.rounding import Grid
 
 BLOCK = 128
-"""Number of columns whose errors are applied together to all columns after them: one large product instead of
-many small ones."""
+"""Number of columns in a block. Their errors are applied together to all columns after the block: one large
+product instead of many small ones."""
 _DAMPING = 0.01
-"""Fraction of the gram matrix's mean diagonal that is added to its diagonal. It is multiplied by ten while
-that is not enough."""
+"""First fraction of the gram matrix's mean diagonal that is added to its diagonal. If the factorisation
+fails, ten times as much is tried, and so on."""
 
 
 def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -11,7 +11,7 @@ from quire.errors import CheckpointError, InvalidArgumentError
 from quire_ensemble.tokenizer import Tokenizer
 
 WINDOW = 512
-"""Tokens of a text that are computed together. They do not see the tokens before them."""
+"""Most tokens in a window of a text. The tokens of a window do not see the text before the window."""
 MEASURED_TOKENS = 32 * WINDOW
 """Most tokens with which perplexity is measured."""
 CALIBRATION_TOKENS = 32 * WINDOW
@@ -20,8 +20,8 @@ _BATCH = 8
 
 
 def default_text() -> str:
-    """Returns the topics of Python's `help`, in alphabetical order: some 460 000 characters of its
-    reference."""
+    """Returns the texts of all topics of Python's `help`, sorted by the topics' names. The result depends on
+    Python's version."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -52,7 +52,7 @@ def windows(tokenizer: Tokenizer, text: str, size: int, most: int) -> list[list[
         tokenizer: the checkpoint's tokenizer. If it begins a text with BOS, each window begins with BOS.
         text: the text.
         size: tokens in a window. A shorter last window is left out, unless it is the only one.
-        most: most tokens in all windows together.
+        most: most tokens in all windows together, except that one window may have more.
     """
     begin = [one for one in tokenizer.encode("") if one == tokenizer.hf.bos_token_id]
     rest, step = tokenizer.encode(text, add_special_tokens=False), size - len(begin)
@@ -66,9 +66,8 @@ def perplexity(checkpoint: str | Path, text: str, **options: Any) -> tuple[float
     """Computes a text's perplexity with the engine, as it would serve the checkpoint. Returns (perplexity,
     number of tokens counted).
 
-    The text is cut into windows of WINDOW tokens (fewer with a smaller `max_model_len`), at most
-    MEASURED_TOKENS in all. Every token except the first of a window counts. Two runs on one machine give the
-    same number.
+    The text is cut into windows of WINDOW tokens (fewer with a smaller `max_model_len`). Windows with at most
+    MEASURED_TOKENS tokens in all are used. In each of them, all tokens except the first count.
 
     Args:
         checkpoint: see `LLM`.
@@ -76,8 +75,9 @@ def perplexity(checkpoint: str | Path, text: str, **options: Any) -> tuple[float
         options: further arguments of `LLM`.
 
     Raises:
-        QuireError, HubError, TokenizerError: the checkpoint cannot be loaded, or has no tokenizer.
-        InvalidArgumentError: the text has fewer than two tokens.
+        QuireError, HubError, InputError, TokenizerError: the checkpoint cannot be loaded or has no tokenizer,
+            or the engine cannot compute perplexity.
+        InvalidArgumentError: the text has fewer than two tokens, BOS included.
     """
     from quire.llm import LLM
 

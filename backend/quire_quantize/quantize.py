@@ -18,21 +18,23 @@ from quire_quantize.source import SourceCheckpoint
 
 
 def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Callable[[int, int], None]) -> int:
-    """Writes a quantised checkpoint and returns the bytes of its tensors.
+    """Writes a quantised checkpoint and returns the number of bytes of its tensors.
 
-    Memory holds the hidden states of the calibration text, up to three copies of one decoder layer in
-    float32, the statistics of this layer's inputs, and up to 2 GiB of tensors that are not yet written.
+    Memory need not hold the whole checkpoint. It holds mainly the hidden states of the calibration text, some
+    copies of one decoder layer in float32, the statistics of this layer's inputs, and some GiB of tensors
+    that are not yet written.
 
     Args:
         path: a directory, or a .gguf file.
         scheme_name: name in SCHEMES.
-        out: directory to make; it is removed if an error occurs.
+        out: directory to make. It appears when the whole checkpoint is written.
         text: calibration text, of which at most CALIBRATION_TOKENS tokens are used.
         progress: called with the number of finished layers and the number of all layers.
 
     Raises:
-        CheckpointError: the checkpoint is broken or not supported, or `out` exists or cannot be written.
-        TokenizerError: the scheme needs calibration, and the checkpoint's tokenizer cannot be loaded.
+        CheckpointError: the checkpoint is broken or not supported, it lacks a tokenizer for calibration, or
+            `out` exists or cannot be written.
+        TokenizerError: the checkpoint's tokenizer cannot be loaded.
     """
     scheme = SCHEMES[scheme_name]
     with new_directory(out) as directory, torch.inference_mode():
@@ -93,7 +95,8 @@ def _write(
     matrices: dict[str, QuantizedMatrix],
     layout: str,
 ) -> None:
-    """Writes a decoder layer's tensors under their names in the checkpoint."""
+    """Gives a decoder layer's tensors to the writer, under their names in the checkpoint. For a quantised
+    matrix, the suffix ".weight" is replaced by those of its parts."""
     for name, tensor in tensors.items():
         linear = name.removesuffix(".weight")
         stored = source.tensors[f"{prefix}.{name}"].name
@@ -105,8 +108,13 @@ def _write(
 
 
 def _ignored(source: SourceCheckpoint, others: list[str]) -> list[str]:
-    """Returns the names of the linear layers that are not quantised: the head, and the matrices
-    among `others`, except embeddings."""
+    """Returns the names of the linear layers that are not quantised: the head, and matrices outside the
+    decoder layers, except embeddings.
+
+    Args:
+        source: the checkpoint.
+        others: names of the tensors outside the decoder layers.
+    """
     names = {
         source.tensors[name].name.removesuffix(".weight")
         for name in others

@@ -26,7 +26,8 @@ class Grid:
     bits: int
 
     def codes(self, weight: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """Returns the codes nearest to `weight` as float32 whole numbers of its shape.
+        """Returns the codes nearest to `weight` as float32 whole numbers in the shape of `weight`. The grid
+        must have a scale for each column (see `per_column`).
 
         Args:
             weight: float32 [out_features, number of columns], or [out_features] if `columns` is an integer.
@@ -37,7 +38,8 @@ class Grid:
         return (weight / scales + zeros).round_().clamp_(-most, most - 1)
 
     def values(self, codes: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """Returns the float32 weights that codes stand for; shapes and `columns` are as for `codes`."""
+        """Returns the float32 weights that codes stand for; shapes and `columns` are those of the method
+        `codes`."""
         scales, zeros = self._columns_of(columns)
         return (codes - zeros) * scales
 
@@ -72,7 +74,7 @@ class QuantizedMatrix:
         return (groups * self.scales.float().unsqueeze(2)).flatten(1)
 
     def stored(self, layout: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (suffix, tensor) for each tensor that compressed-tensors stores in a layout."""
+        """Yields (suffix, tensor) for each tensor in which compressed-tensors stores this matrix."""
         yield "weight_scale", self.scales
         if layout != "pack-quantized":
             assert self.zeros is None
@@ -107,8 +109,8 @@ def group_grid(
         group: inputs that share a scale; divides in_features.
         dtype: type of the stored scales.
         is_symmetric: whether the code 0 stands for zero.
-        importance: float32 [in_features], weight of each input's squared error. Several ranges are tried, and
-            the one with the least weighted error is used. None: the whole range is used.
+        importance: float32 [in_features], weight of each input's squared error. Several ranges are tried for
+            each group, and the one with the least weighted error is used. None: the whole range is used.
     """
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
@@ -136,7 +138,7 @@ def group_grid(
 
 
 def on_grid(codes: torch.Tensor, grid: Grid, dtype: torch.dtype) -> QuantizedMatrix:
-    """Makes a matrix of a grid's float32 codes. The grid's scales must be exact in `dtype`."""
+    """Makes a QuantizedMatrix of a grid's float32 codes. The grid's scales must be exact in `dtype`."""
     zeros = None if grid.zeros is None else grid.zeros.to(torch.int8)
     return QuantizedMatrix(codes.to(torch.int8), grid.scales.to(dtype), zeros)
 

@@ -1,5 +1,5 @@
-"""Scaling: multiplies the columns of a linear layer by factors, and divides the layer's inputs by them in the
-layer that computes these inputs.
+"""Scaling: multiplies the columns of a linear layer by factors, and divides the layer's inputs by the same
+factors in the module that computes these inputs.
 
 The model computes the same, but is rounded more precisely. SmoothQuant (Xiao et al., 2023, arXiv 2211.10438)
 makes large inputs smaller, because inputs are quantised to eight bits. AWQ (Lin et al., 2024, arXiv
@@ -30,11 +30,11 @@ class InputGroup:
     """Linear layers with the same input."""
 
     path: str
-    """Path, in the decoder layer, of the `Linear` module that joins them."""
+    """Path, in the decoder layer, of the `Linear` module that joins the layers."""
     parts: tuple[str, ...]
     source: str
-    """Module that computes the input: a norm, or a linear layer. Each output of a linear layer becomes one
-    input or several."""
+    """Name of the module that computes the input: a norm, or a linear layer. Each output of a linear layer
+    becomes one input or several."""
 
     @property
     def weights(self) -> list[str]:
@@ -68,14 +68,15 @@ def awq_factors(
     grid_of: Callable[[torch.Tensor], Grid],
     shared: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Returns AWQ's factors [in_features] for matrices with the same input. It tries powers of the inputs'
-    mean sizes, and returns those for which rounding changes the products least.
+    """Returns AWQ's factors [in_features] for matrices with the same input: of some powers of the inputs'
+    mean sizes, those for which rounding to the grids of `grid_of` changes the products least.
 
     Args:
         weights: the matrices.
         inputs: statistics of their input.
-        grid_of: chooses the grid to which a scaled matrix will be rounded.
-        shared: makes values of inputs that come from the same output of the source equal; see `sharing`.
+        grid_of: chooses a grid for a scaled matrix.
+        shared: function that makes the values of inputs from the same output of the source equal; see
+            `sharing`.
     """
     sizes = shared(inputs.sizes).clamp(min=1e-4)
     best, least = torch.ones_like(sizes), float("inf")
@@ -107,8 +108,8 @@ def sharing(group: InputGroup, config: DecoderConfig) -> Callable[[torch.Tensor]
 
 
 def scale(tensors: Tensors, group: InputGroup, factors: torch.Tensor, config: DecoderConfig) -> None:
-    """Divides a group's inputs by factors in the layer that computes them, and multiplies the group's columns
-    by the factors.
+    """Divides a group's inputs by factors in the module that computes these inputs, and multiplies the
+    group's columns by the factors.
 
     Args:
         tensors: tensors of the decoder layer; changed ones are replaced in it.

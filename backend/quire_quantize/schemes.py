@@ -24,7 +24,7 @@ class LayerInputs:
 
     config: DecoderConfig
     dtype: torch.dtype
-    """Type of the checkpoint's weights."""
+    """Type of the weights that the checkpoint's configuration states. Stored scales have it."""
     statistics: Mapping[str, InputStatistics]
     """Statistics of the inputs, by path of the `Linear`; empty for a scheme that needs none."""
 
@@ -36,7 +36,7 @@ class QuantizationScheme:
     format: str
     """Name of compressed-tensors' storage format."""
     weights: dict[str, Any]
-    """compressed-tensors' arguments for the weights, without the group size, which is added."""
+    """compressed-tensors' arguments for the weights. The method `config` adds the group size."""
     quantize: Callable[[Tensors, LayerInputs], dict[str, QuantizedMatrix]]
     """Function that quantises a decoder layer's tensors. It returns a matrix for each linear layer, by the
     linear layer's name in the decoder layer. In the dict of tensors that it gets, it replaces those that must
@@ -49,7 +49,7 @@ class QuantizationScheme:
         """Returns the `quantization_config` for config.json in compressed-tensors' format.
 
         Raises:
-            CheckpointError: no group size divides the numbers of inputs.
+            CheckpointError: the scheme has groups, and no supported group size divides the numbers of inputs.
         """
         weights = {**self.weights, "group_size": None}
         if weights["strategy"] == "group":
@@ -89,8 +89,8 @@ def group_size(config: DecoderConfig) -> int:
 
 
 def _awq(tensors: Tensors, inputs: LayerInputs) -> dict[str, QuantizedMatrix]:
-    """Multiplies by AWQ's factors, then rounds with GPTQ. AWQ only chooses the factors, so any rounding may
-    follow."""
+    """Multiplies the columns by AWQ's factors, then rounds with GPTQ. AWQ only chooses the factors, so any
+    rounding may follow."""
     group, dtype = group_size(inputs.config), inputs.dtype
     grams = {}
     for linears in input_groups(tensors):

@@ -22,19 +22,18 @@ from quire_common.weight_files import NamedTensor
 from quire_ensemble.tokenizer import Tokenizer
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-"""Suffixes of files that are copied to the quantised checkpoint. Exceptions are config.json, which is written
-anew, and indexes of weight files."""
+"""Suffixes of the files that are copied from a directory to the quantised checkpoint. Exceptions are
+config.json, which is written anew, and indexes of weight files."""
 
 
 class SourceCheckpoint:
     """A checkpoint of plain matrices.
 
     Args:
-        path: a directory, or a .gguf file, which is dequantised in memory.
+        path: a directory, or a .gguf file. Tensors of a GGUF file are dequantised when they are read.
 
     Raises:
-        CheckpointError: the checkpoint is missing, broken, already quantised, or not supported. The message
-            is one line that names the file.
+        CheckpointError: the checkpoint is missing, broken, already quantised, or not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,8 +127,8 @@ class SourceCheckpoint:
         return {**values, "model_type": model_type, "quantization_config": quantization}
 
     def copy_files(self, directory: Path) -> None:
-        """Copies the tokenizer and its chat template into a directory; from a checkpoint directory also the
-        other small files (_COPIED), such as the generation defaults."""
+        """Copies files into the directory of the quantised checkpoint: those that _COPIED describes, or the
+        tokenizer and chat template of a GGUF file."""
         if not self.is_gguf:
             for file in sorted(self.path.iterdir()):
                 is_other = file.name in ("config.json",) or file.name.endswith(".index.json")

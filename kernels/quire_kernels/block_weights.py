@@ -44,7 +44,8 @@ BLOCK_KINDS = {
     GGMLQuantizationType.IQ4_XS: BlockKind(4, 32, table=_IQ4_VALUES, scale_type="INT8"),
     GGMLQuantizationType.MXFP4: BlockKind(4, 32, table=E2M1, scale_type="BFLOAT16"),
 }
-"""GGUF block types for which a BlockWeight can be made. The C++ kernels pack them without dequantisation."""
+"""GGUF block types for which a BlockWeight can be made. The C++ kernels can pack them without
+dequantisation."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bit-packed codes, scales, minimums and factors, as the C++ kernels store them."""
+        """Bytes of the bit-packed codes, scales, minimums and factors, as the C++ kernels store them, without
+        padding."""
         means, (inputs, size) = BLOCK_KINDS[self.kind], GGML_QUANT_SIZES[self.kind]
         sets = 1 + means.has_minimums
         factors = 16 * sets if means.scale_type in ("INT8", "NIBBLES") else 0

@@ -1,9 +1,9 @@
-"""Provides the C++ kernels for this machine: those of a wheel, or else compiled once and kept.
+"""Provides the C++ kernels for this machine: those of a wheel, or else compiled here, and kept if possible.
 
 A wheel's libraries are in `prebuilt/`, named by a digest of their sources and flags; if these have changed
-since, the library is compiled. No compiler is required. Without a prebuilt library and a compiler, `load`
-raises BuildError; on a processor with none of the instruction sets, `supported_isas` is empty. In both cases
-the operators' PyTorch reference is used. setup.py runs this module alone: it imports neither torch nor numpy.
+since, the library is compiled. No compiler is required: the operators' PyTorch reference is used if there is
+neither a prebuilt library nor a compiler, and on a processor with none of the instruction sets. setup.py runs
+this module without its package, so the module imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (tuple(_V3.split()), ("-march=x86-64-v3",)),
 }
 """Instruction sets, best first. Each has the flags of /proc/cpuinfo that it needs, in addition to those of
-all sets after it, and the flags of g++."""
+all sets after it, and the compiler's flags."""
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be built here, or this processor lacks the instruction set that QUIRE_CPU_ISA names.
-    The message says why."""
+    """The kernels cannot be built here, or this processor does not support the instruction set that
+    QUIRE_CPU_ISA names. The message says why."""
 
 
 @functools.cache
@@ -77,7 +77,8 @@ def supported_isas() -> tuple[str, ...]:
 
 def library_name(isa: str) -> str:
     """Returns the file name of the library that `load` returned for an instruction set. It identifies the
-    library's sources and flags, and the compiler unless it is prebuilt. Raises KeyError before `load`."""
+    library's sources and flags, and the compiler unless it is prebuilt. Raises KeyError before `load` has
+    returned it."""
     return _names[isa]
 
 
@@ -89,7 +90,7 @@ def load(isa: str) -> ctypes.CDLL:
 
     Raises:
         BuildError: there is neither a prebuilt library nor a compiler, or the compiler failed.
-        OSError: the newly compiled library cannot be loaded.
+        OSError: the newly compiled library cannot be written or loaded.
     """
     path = PREBUILT / _file_name(isa, None)
     if (library := _load_kept(path)) is None:
@@ -108,8 +109,8 @@ def load(isa: str) -> ctypes.CDLL:
 
 
 def can_prebuild() -> bool:
-    """Whether this machine can build libraries for x86-64, even for instruction sets that it does not
-    have."""
+    """Whether this is an x86-64 machine with a C++ compiler. It can then also build libraries for
+    instruction sets that it does not have."""
     try:
         return platform.machine() == "x86_64" and bool(_compiler())
     except BuildError:
@@ -117,7 +118,8 @@ def can_prebuild() -> bool:
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Builds the libraries of all instruction sets into a folder, for a wheel. Returns their paths.
+    """Builds the libraries of all instruction sets into a folder, for a wheel. Returns the paths of those
+    that were built.
 
     A library that this compiler cannot build is left out, and that is logged.
     """
@@ -141,8 +143,8 @@ _names: dict[str, str] = {}
 
 
 def _load_kept(path: Path) -> ctypes.CDLL | None:
-    """Loads a kept or prebuilt library. None: there is none, or it is damaged or of another system; both of
-    the latter are logged."""
+    """Loads a kept or prebuilt library. None: the file is missing, cannot be read or loaded, or is damaged.
+    Damage and a failure to load are logged."""
     if kept(path) is None:
         return None
     try:
@@ -156,7 +158,7 @@ def _open(path: Path) -> ctypes.CDLL:
     """Loads a library. If its folder does not allow execution (noexec), it is loaded from a copy in memory.
 
     Raises:
-        OSError: it cannot be loaded either way.
+        OSError: the library cannot be loaded.
     """
     try:
         return ctypes.CDLL(str(path))

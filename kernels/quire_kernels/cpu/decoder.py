@@ -50,14 +50,14 @@ class ExpertsWeights:
     experts: PackedExperts
     routing: Routing
     score_bias: torch.Tensor | None
-    """float32 [num_experts]; see `ops.route`."""
+    """float32 [num_experts], the `bias` of `ops.route`; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayerWeights:
-    """Weights of one layer: attention and a feed-forward part, each between RMSNorms, with residual
-    additions. All norm weights have the same type: float32, or the layer's type. A float32 weight multiplies
-    before the normalised x is rounded. A norm of None does not exist."""
+    """Weights of one layer: attention, then a feed-forward part, each with optional RMSNorms before and after
+    it and a residual addition. All norm weights have the same type: float32, or the layer's type. With a
+    float32 weight, a norm rounds only the product with the weight. A norm of None does not exist."""
 
     attention_norm: torch.Tensor | None
     qkv: PackedLinear
@@ -84,7 +84,7 @@ class DecoderLayerWeights:
     scales_queries: bool
     """Whether queries are multiplied by the step's `query_factors`."""
     group: int
-    """Index of the layer's metadata in the step's list."""
+    """Index of the layer's metadata in the `metas` of a call of NativeDecoder."""
 
 
 class PartAdapters(Protocol):
@@ -97,8 +97,8 @@ class PartAdapters(Protocol):
 
 
 class LayerAdapters(NamedTuple):
-    """Adapters of a layer's linear layers. Each field lists those of one linear layer's parts, in the order
-    of the parts. Experts have no adapters."""
+    """Adapters of a layer's linear layers. Each field lists the adapters of one linear layer: one entry for
+    each of its parts, in the order of the parts; empty: there are no adapters. Experts have none."""
 
     qkv: Sequence[PartAdapters]
     out: Sequence[PartAdapters]
@@ -109,9 +109,19 @@ class LayerAdapters(NamedTuple):
 def can_fuse(
     layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int, attention: str | None
 ) -> bool:
-    """Whether NativeDecoder can compute these layers. They must be packed for one instruction set, a layer's
-    parts of `qkv` in one format. For the other operators, the registry must choose that set's
-    implementations. `attention`: name of the wanted attention implementation; None: the best."""
+    """Whether NativeDecoder can compute these layers. They must be packed for one instruction set, and a
+    layer's parts of `qkv` in one format. The registry must choose the implementations of that set for norms,
+    rotary embedding, cache writes, attention and routing.
+
+    Args:
+        layers: weights of each layer.
+        head_dim: size of a head.
+        rotary_dim: number of leading dimensions of a head that are rotated.
+        attention: name of the wanted attention implementation; None: the registry chooses.
+
+    Raises:
+        KernelError: as `registry.pick`.
+    """
     linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
@@ -210,7 +220,7 @@ class NativeDecoder:
                 self._owned += (made, parts)
 
     def can_use(self, kv_layer: KVLayer) -> bool:
-        """Whether the kernels can read this type of cache."""
+        """Whether the kernels can read a cache of this view's type."""
         return data_of(kv_layer).dtype in KV_TYPES
 
     def __call__(
@@ -284,7 +294,7 @@ class NativeDecoder:
 
 
 def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
-    """Returns a ctypes array of `structs`, which are structures `name`."""
+    """Returns a ctypes array of `structs`, which all have the C++ type `name`."""
     made = list(structs)
     array: Array[Any] = (declarations().structure(name) * len(made))(*made)
     return array
@@ -304,7 +314,7 @@ def _qkv(layer: DecoderLayerWeights) -> Sequence[PackedLinear]:
 
 
 def _linears(layer: DecoderLayerWeights) -> list[PackedLinear]:
-    """Returns the linear layers of a layer, except those of its experts."""
+    """Returns the linear layers of a decoder layer, including the router but not the experts."""
     forward = layer.feed_forward
     last = [forward.router] if isinstance(forward, ExpertsWeights) else [forward.gate_up, forward.down]
     return [*_qkv(layer), layer.out, *last]

@@ -29,7 +29,8 @@ _SCALE_TYPES = {
     torch.bfloat16: ScaleType.BFLOAT16,
 }
 TABLE_ZERO = 128
-"""Number added to a table's values, and to `zero`: the kernels read the values as unsigned bytes."""
+"""Number added to the values of a table, and to the `zero` of a weight that has a table: the kernels read the
+values as unsigned bytes."""
 ACTIVATIONS = {
     None: Activation.NONE,
     "silu": Activation.SILU,
@@ -64,8 +65,8 @@ class NativeLinear:
 
     Args:
         shape: shape of W, [rows, in_features]. A row of W is a column of the packed weights.
-        num_scales: number of scales of each row of W.
-        groups: the structure Groups of grouped weights.
+        num_scales: number of float32 scales of each row of W that are kept beside the packed codes.
+        groups: the structure Groups of grouped weights; None: the weights are not grouped.
     """
 
     def __init__(

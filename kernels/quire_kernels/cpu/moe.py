@@ -22,8 +22,8 @@ _SHARED = {None: 0, "whole": 1, "gated": 2}
 def why_not_join(
     isa: str, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **_: object
 ) -> str | None:
-    """Returns why the kernels cannot join these experts; None: they can. The experts must have the same form;
-    only their inner sizes may differ."""
+    """Returns why the kernels cannot join these experts; None: they can. Experts may have different inner
+    sizes, but not different hidden sizes or formats."""
     layers = []
     for linears in (gate_up, down):
         layers.append([one.struct for one in linears if isinstance(one, NativeLinear) and one.isa == isa])
@@ -91,8 +91,8 @@ class NativeExperts:
 
 
 def routing_struct(routing: Routing, num_experts: int, bias: torch.Tensor | None) -> Structure:
-    """Returns the C++ structure for a routing among `num_experts` experts, without the shared one. `bias`
-    must live as long as the structure."""
+    """Returns the C++ structure for a routing. `num_experts` does not count the shared expert. `bias` must
+    live as long as the structure."""
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()), bias
     struct: Structure = declarations().structure("Routing")(
         None if bias is None else bias.data_ptr(),

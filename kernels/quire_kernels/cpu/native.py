@@ -1,6 +1,6 @@
-"""Calls the C++ kernels through ctypes: the structures of src/, and the library of an instruction set.
+"""Loads the C++ kernels of an instruction set through ctypes, and makes the structures that they take.
 
-ctypes releases the GIL during a call, so other threads of the engine continue.
+ctypes releases the GIL during a call of a kernel, so other threads of the engine continue.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def library(isa: str) -> ctypes.CDLL | None:
 
 
 def set_num_threads(count: int) -> None:
-    """Sets the number of threads that share the work of each kernel, and of PyTorch's operators. The calling
-    thread is one of them."""
+    """Sets the number of threads that share the work of each kernel, and of PyTorch's operators. The thread
+    that calls a kernel is one of them."""
     torch.set_num_threads(count)
     for loaded in _loaded:
         loaded.quire_set_num_threads(count)

@@ -1,5 +1,5 @@
-"""Registers the C++ kernels as implementations of the operators, one for each instruction set of this
-processor."""
+"""Registers the C++ kernels as implementations of most operators, one for each instruction set that
+`supported_isas` returns."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ VECTOR = 16
 """Sizes that an operator names in `_in_vectors`, such as that of a head or a norm, must be multiples of
 this."""
 MAX_STATE_DIM = 256
-"""Largest state of a channel in Mamba-2; `max_state_dim` of mamba.h."""
+"""Largest `state_dim` of Mamba-2; `max_state_dim` of mamba.h."""
 MAX_KEY_DIM = 256
-"""Largest key size of the gated delta rule; `max_key_dim` of gated_delta.h."""
+"""Largest `key_dim` of the gated delta rule; `max_key_dim` of gated_delta.h."""
 
 
 def rms_norm(
     isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.rms_norm` and `ops.add_rms_norm`."""
+    """See `ops.add_rms_norm`; without a residual, `ops.rms_norm`, and x is returned in place of the sum."""
     size = x.shape[-1]
     rows = as_rows(x)
     # The kernel adds in place; the caller's residual stays as it is.
@@ -233,9 +233,8 @@ def forbid_others(isa: str, logits: torch.Tensor, allowed: torch.Tensor) -> None
 def sample(isa: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """See `ops.sample`.
 
-    All instruction sets give the same tokens. They equal the reference's unless the rounding of a probability
-    decides: a cumulative sum is within about 1e-7 of the drawn number or of top_p, or a probability is as
-    near to the limit of min_p.
+    All instruction sets give the same tokens. Tokens may differ from the reference's if the rounding of
+    probabilities decides.
     """
     edits = rows.edits
     if logits.stride(1) != 1:
@@ -410,8 +409,8 @@ def _kernels(isa: str) -> ctypes.CDLL:
 
 
 def _in_vectors(*sizes: str) -> Callable[..., str | None]:
-    """Makes a function that returns why a call's facts are not supported, or None: the facts named in `sizes`
-    must be multiples of VECTOR, and a KV cache, if there is one, must have one of KV_TYPES."""
+    """Makes a function that returns why a call's facts are not supported; None: they are supported. The facts
+    named in `sizes` must be multiples of VECTOR. A KV cache, if there is one, must have one of KV_TYPES."""
 
     def why_not(**facts: Any) -> str | None:
         if facts.get("kv_dtype", torch.float32) not in KV_TYPES:

@@ -1,8 +1,10 @@
-"""CUDA C++ kernels, compiled at first use. They are optional, and preferred over all other implementations.
+"""CUDA C++ kernels, compiled when first needed. They are optional, and usually preferred over all other
+implementations.
 
 Where things are:
-- `src/*.cu`: the kernels. Each takes one structure by value and says in its header comment which macros it
-  needs. `include/device.cuh` has every construct that only a GPU has; the other headers are plain C++ on it.
+- `src/*.cu`: the kernels. A kernel takes one structure by value. The comment at the head of a file says which
+  macros the file needs, if any. `include/device.cuh` wraps the instructions that only a GPU has; the other
+  headers are plain C++ on it.
 - `compiler`: NVRTC, the cache on disk, the list of all variants, and the report of registers and spills.
 - `launch`: the driver. `kernels`: operators on any launcher, with the structures as the sources declare them.
 - `linear`: linear layers, by cuBLAS, by linear.cu or by torch's product of fp8 by fp8.
@@ -14,7 +16,7 @@ its variants to `compiler.all_units` (tests then compile it for every architectu
 in `kernels.Kernels`, register it in `operators`, and compare it with the reference in
 tests/kernels/test_cuda_emulated.py.
 
-Importing this registers the operators; it loads neither `cuda` nor a driver.
+Importing this package registers the operators; it loads neither the package `cuda` nor a driver.
 """
 
 from quire_kernels.cuda import operators

@@ -1,10 +1,11 @@
-"""Compiles CUDA C++ to machine code through NVRTC, once per source, options, architecture and NVRTC version.
+"""Compiles CUDA C++ to machine code through NVRTC, and keeps the machine code in the cache folder.
 
     python -m quire_kernels.cuda.compiler [--arch sm_90a] [--source linear]
 
-compiles every kernel, for four architectures if none is named, and prints a line of JSON with each kernel's
-resources. It needs no GPU and no CUDA toolkit, only the packages cuda-core, cuda-bindings and
-nvidia-cuda-nvrtc, and triton for its cuobjdump. Importing this module imports none of them.
+compiles every kernel, or those of one source, and prints a line of JSON with each kernel's resources. It does
+so for four architectures if none is named. It needs no GPU and no CUDA toolkit; it needs the packages
+cuda-core, cuda-bindings and nvidia-cuda-nvrtc, and triton for its cuobjdump. Importing this module imports
+none of them.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class Resources:
 
 
 def is_installed() -> bool:
-    """Whether NVRTC's Python binding, cuda.core, is installed. It looks for its folder and imports nothing.
-    NVRTC itself may be missing."""
+    """Whether the package cuda.core, through which NVRTC is called, is installed. The function looks for the
+    package's folder and imports nothing. NVRTC itself may be missing."""
     spec = importlib.util.find_spec("cuda")
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     return any((place / "core").is_dir() for place in places)
 
 
 def attention_units() -> Iterator[Unit]:
-    """Yields the variants of paged attention: head size, type of the query, type of the cache."""
+    """Yields a unit for each variant of paged attention: head size, type of the query, type of the cache."""
     for query in ("BFloat16", "Float16"):
         for head_dim in (64, 80, 96, 128, 256):
             for cache in (0, 1, 2) if head_dim in (64, 128, 256) else (0,):
@@ -140,7 +141,8 @@ def _compile(unit: Unit, arch: str) -> bytes:
 
 @functools.cache
 def _core() -> Any:
-    """Returns the binding, whose module name depends on its version; raises CompileError if there is none."""
+    """Returns the module of cuda.core with NVRTC, whose name depends on cuda.core's version; raises
+    CompileError if there is none."""
     errors = []
     for name in ("cuda.core", "cuda.core.experimental"):
         try:
@@ -158,7 +160,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Returns NVRTC's (major, minor) version.
 
     Raises:
-        CompileError: there is no NVRTC.
+        CompileError: there is no NVRTC, or it cannot be loaded.
     """
     try:
         _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
@@ -168,7 +170,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _key(unit: Unit, arch: str) -> str:
-    """Returns a digest of everything that determines the machine code."""
+    """Returns a digest of a unit, its source, the headers, the architecture and NVRTC's version."""
     digest = hashlib.sha256(repr((unit, arch, STANDARD, nvrtc_version())).encode())
     for path in [SOURCES / f"{unit.source}.cu", *sorted(INCLUDES.iterdir())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -176,7 +178,7 @@ def _key(unit: Unit, arch: str) -> str:
 
 
 def tool(name: str) -> str | None:
-    """Returns the path of cuobjdump or nvdisasm, from PATH or Triton's wheel; None: there is none."""
+    """Returns the path of a CUDA tool, such as cuobjdump, from PATH or Triton's wheel; None: missing."""
     found = shutil.which(name)
     spec = None if found else importlib.util.find_spec("triton")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -187,7 +189,7 @@ def tool(name: str) -> str | None:
 
 
 def resources(code: bytes) -> dict[str, Resources]:
-    """Returns the resources of a cubin's kernels, by name. It needs no GPU.
+    """Returns the resources of a cubin's kernels, by the kernels' names. No GPU is needed.
 
     Raises:
         CompileError: there is no cuobjdump, or it failed.
@@ -223,8 +225,8 @@ def _cuobjdump(code: bytes, option: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles the kernels that the arguments name and prints a line of JSON for each. Returns 1 if a kernel
-    uses local memory (spills), else 0."""
+    """Compiles the kernels that the command line's arguments select, by default all, and prints a line of
+    JSON for each. Returns 1 if a kernel uses local memory, as spilled registers do, else 0."""
     parser = argparse.ArgumentParser(description="compile the CUDA kernels and report what they need")
     parser.add_argument("--arch", action="append", help=f"may repeat; default: {', '.join(ARCHITECTURES)}")
     parser.add_argument("--source", help="compile this source only")

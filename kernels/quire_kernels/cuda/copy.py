@@ -1,5 +1,5 @@
-"""Copies blocks between pinned host memory and the GPU: many copies in one driver call, if the driver
-supports it."""
+"""Copies blocks between pinned host memory and the GPU: many copies in one driver call, if the driver and the
+stream allow it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_SUPPORTED = 801
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """Structure CUmemcpyAttributes of the CUDA driver."""
 
     _fields_ = (("source_order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
@@ -43,7 +43,7 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
 
 def _copy_at_once(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> bool:
     """Starts all copies with one driver call. Returns False if the driver has no such call (it came with CUDA
-    12.8)."""
+    12.8), or does not support it here. Raises RuntimeError if the driver refuses."""
     batch = getattr(driver(), "cuMemcpyBatchAsync", None)
     if batch is None:
         return False
