@@ -29,10 +29,10 @@ def new_directory(path: Path) -> Iterator[Path]:
         CheckpointError: `path` exists or cannot be written, or the body of the `with` statement raises
             OSError or SafetensorError.
     """
-    if path.exists():
-        raise CheckpointError(f"{path}: exists already")
     directory: Path | None = None
     try:
+        if path.exists():
+            raise CheckpointError(f"{path}: exists already")
         directory = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
         yield directory
         directory.chmod(0o755)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quire.errors import CheckpointError, InvalidArgumentError
+from quire.errors import CheckpointError, ConfigError, InvalidArgumentError
 from quire_ensemble.tokenizer import Tokenizer
 
 WINDOW = 512
@@ -86,6 +86,8 @@ def perplexity(checkpoint: str | Path, text: str, **options: Any) -> tuple[float
         if llm.tokenizer is None:
             raise CheckpointError(f"{checkpoint}: has no tokenizer, so no text can be measured")
         size = min(WINDOW, llm.core.info.max_model_len - 1)
+        if size < 3:  # BOS, a token, and one more
+            raise ConfigError(f"max_model_len={size + 1} is too short to measure perplexity: at least 4")
         cut = windows(llm.tokenizer, text, size, MEASURED_TOKENS)
         if not cut or len(cut[0]) < 2:
             raise InvalidArgumentError("text", "has less than two tokens")

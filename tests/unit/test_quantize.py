@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quire.cli import main
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.loader.quantized.formats import Format, PackedIntegers, ScaledRows, WholeIntegers
 from quire_ensemble.tokenizer import Tokenizer
 from quire_quantize import directory
@@ -259,6 +259,8 @@ def test_what_exists_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{out}: exists already"):
         run(DEMO, "fp8", out)
     assert list(out.iterdir()) == []
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*name too long"):
+        run(DEMO, "fp8", tmp_path / ("x" * 300))
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -364,6 +366,12 @@ def test_perplexity_is_that_of_transformers(demo_text: str) -> None:
         total -= float(logprobs.gather(1, torch.tensor(window[1:])[:, None]).sum())
         counted += len(window) - 1
     assert counted == count and found == pytest.approx(float(torch.tensor(total / count).exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 3])
+def test_a_model_too_short_for_perplexity_is_refused(max_model_len: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_model_len={max_model_len} is too short"):
+        perplexity(DEMO, "a text", max_model_len=max_model_len)
 
 
 class Numbers:

@@ -57,7 +57,7 @@ class Ends:
 
     @property
     def is_careful(self) -> bool:
-        """Whether a send has failed in the last CAREFUL_S seconds. Sends of `flush` do not count."""
+        """Whether a send has failed in the last CAREFUL_S seconds."""
         return time.monotonic() < self._careful_until
 
     @property
