@@ -496,7 +496,8 @@ class InputBatch:
 
     @staticmethod
     def _joint(given: list[tuple[PromptEmbeds, ScheduledRequest, int]]) -> list[tuple[int, int]]:
-        """Returns the batch rows [begin, end) of each joint span, or of the part of it in this step."""
+        """Returns the batch rows [begin, end) of each joint span in this step, or of the part of it that the
+        step computes."""
         spans = []
         for embeds, item, first in given:
             begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
