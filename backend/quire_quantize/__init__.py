@@ -1,1 +1,1 @@
-"""Offline quantisation: writes checkpoints in compressed-tensors' format, and measures their perplexity."""
+"""Offline quantisation: writes checkpoints in compressed-tensors' format, and measures perplexity."""

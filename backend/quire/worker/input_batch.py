@@ -1,8 +1,8 @@
 """InputBatch: the runner's state of its requests, and the flat tensors of a step.
 
 The batch is ragged and flat, without padding: the tokens of all rows follow each other, and `query_start_loc`
-marks the borders. State is kept by request. A step's arrays are built from it with a few numpy calls, whose
-number does not depend on the batch size, except for images and pairs of texts.
+marks the borders. State is kept by request. A step's arrays are built from it with few numpy calls, most of
+them for the whole batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CachedRequest:
     """[hidden_size]: pooling's result so far. For a mean, the float32 sum of the hidden states; for "cls",
     the first token's hidden state. None: nothing was pooled yet, or only the last token counts."""
     num_drafted: int = 0
-    """Number of the request's inputs that the draft model has computed; see `DraftModel`."""
+    """Number of the request's leading inputs that count as computed by the draft model; see `DraftModel`."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -56,22 +56,22 @@ class CachedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including those that only the device knows."""
+        """Number of tokens of the request, including its pending ones (`SamplingRow.num_pending`)."""
         return len(self.token_ids) + self.sampling.num_pending
 
     def on_sampled(self) -> None:
-        """Records that a token was sampled for the request (for choice 0, if there are several). Later steps
-        sample for that choice alone.
+        """Records that a step has sampled for the request. Forgets `choices`: later steps sample for them as
+        requests of their own.
 
-        With beam search the token is not part of the sequence yet: the scheduler sends the tokens it chooses.
+        With beam search the sampled token is not pending: the scheduler sends the tokens that it chooses.
         """
         self.choices = []
         if not self.sampling.is_beam:
             self.sampling.num_pending += 1
 
     def on_token(self, token_ids: list[int]) -> None:
-        """Records that the host now knows the oldest pending token, and the tokens sampled after it from
-        drafts. No effect with beam search."""
+        """Records that the host now knows the oldest pending token and, if its step had drafts, the tokens
+        kept after it: `token_ids`. No effect with beam search."""
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
             self.token_ids += token_ids
@@ -79,8 +79,9 @@ class CachedRequest:
             self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
     def on_failed(self) -> None:
-        """Records that the oldest pending token is invalid, so that the request ends. Token 0 replaces it,
-        because results of the steps in flight are not used."""
+        """Records that sampling has failed, for which the scheduler will end the request. Token 0 takes the
+        place of the oldest pending token (not with beam search), because results of steps in flight will not
+        be used."""
         self.on_token([0])
         self.sampling.processors = self.sampling.grammar = None
 
@@ -93,35 +94,35 @@ class PromptRow(NamedTuple):
     most: int
     """Number of most likely tokens to report."""
     first: int
-    """Index of the first of the positions in the batch's tokens."""
+    """Index of the first position, counted in the batch's tokens."""
     targets: list[int]
     """Prompt token after each of the positions."""
 
 
 class PoolRow(NamedTuple):
-    """Tokens of a row whose hidden states are pooled."""
+    """A row whose request wants an embedding or scores."""
 
     number: int
     """Index of the row in the step."""
     first: int
-    """Index of the first of the tokens in the batch."""
+    """Index of the row's first token in the batch."""
     end: int
-    """Index after the last of the tokens in the batch."""
+    """Index after the row's last token in the batch."""
     state: CachedRequest
     is_last: bool
-    """Whether the prompt ends with these tokens."""
+    """Whether the prompt ends with this row."""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Tensors of one step."""
+    """Inputs of one step, for the model, the sampler and the pooler."""
 
     forward: ForwardInputs
-    """Inputs of the model. Its `rows` are the tokens to sample after; all tokens if prompt log-probabilities
-    or embeddings need their hidden states."""
+    """Inputs of the model. `rows` in them are the tokens to sample after, or None if hidden states of others
+    are needed, too (for prompt log-probabilities, for example)."""
     sample_indices: torch.Tensor
-    """int64 [num_logits]: the last token of each row that samples, and the tokens before it that drafts
-    follow."""
+    """int64 [num_logits]: indices in the batch of the tokens to sample after. These are the last token of
+    each row that samples, and all tokens of a row with drafts."""
     samples: list[tuple[int, CachedRequest]]
     """[num_samples]: index of the row in the step and its request, once for each token to sample."""
     sample_rows: torch.Tensor
@@ -129,14 +130,14 @@ class StepInputs:
     sampling_rows: list[SamplingRow]
     """[num_samples]: sampling row of each sample."""
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Draft tokens at the end of each row, by index of the row in the step. The row samples after each of
-    them, and after the token before the first."""
+    """Draft tokens at the end of each row that has some, by index of the row in the step. The row samples
+    after each of them, and after the token before the first."""
     choice_indices: torch.Tensor | None = None
     """int64 [num_samples]: row of logits that each sample uses; None: each sample has its own."""
     first_draws: torch.Tensor | None = None
     """int64 [num_logits]: first sample of each row of logits; None: each row has one sample."""
     prompt_rows: list[PromptRow] = field(default_factory=list)
-    """Rows that want prompt log-probabilities, in ascending order."""
+    """Rows at whose positions prompt log-probabilities are wanted, in ascending order."""
     pool_rows: list[PoolRow] = field(default_factory=list)
     """Rows to pool; nothing is sampled from these."""
     are_decodes: bool = False
@@ -145,7 +146,8 @@ class StepInputs:
 
     @property
     def wants_best_only(self) -> bool:
-        """Whether each row that samples needs only the largest of the model's untransformed logits."""
+        """Whether sampling needs only the largest of the untransformed logits of each row. False if a request
+        samples for several choices."""
         return self.choice_indices is None and all(row.wants_best_only for row in self.sampling_rows)
 
 
@@ -175,7 +177,8 @@ class InputBatch:
         self._kv_cache = kv_cache
         self._processors = processors or {}
         self._prompts: dict[str, int] = {}
-        """First prompt position without log-probabilities yet, by id of the requests that want them."""
+        """Prompt position from which on log-probabilities are wanted, by id of the requests that still want
+        some."""
         self.embedded: set[str] = set()
         """Ids of requests that want embeddings or scores, and no tokens."""
         self.adapted: set[str] = set()
@@ -183,15 +186,17 @@ class InputBatch:
         self._grammars = grammars
         self._last: StepInputs | None = None
         """Inputs of the previous step, which the next step may advance by one token per row. None: it may
-        not, because that step was not all decodes or the device is not a CPU."""
+        not, because that step was not all decodes or the device is not a CPU, or there was none."""
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        """The newest token sampled for each row of the block table; -1: sampling failed.
+        """Newest token sampled for each row of the block table, for a next step that is launched before the
+        host knows the token; -1: sampling failed. The last entry belongs to no request.
 
-        The next step reads it, perhaps before the host knows the token. The last entry belongs to no request.
+        Meaningless for rows with drafts, and where steps are not launched ahead.
         """
 
     def update(self, output: SchedulerOutput) -> None:
-        """Applies the scheduler's changes: drops first, then new rows, new tokens and new blocks."""
+        """Applies the scheduler's changes: first the drops, then for each row its new request, the tokens
+        that it was given, and its new blocks."""
         for request_id in output.dropped_request_ids:
             dropped = self.requests.pop(request_id, None)
             if dropped is not None:
@@ -250,8 +255,8 @@ class InputBatch:
         return inputs
 
     def _advance(self, inputs: StepInputs, scheduled: list[ScheduledRequest]) -> bool:
-        """Advances the previous step's inputs in place and returns True, if the same requests compute their
-        next tokens; else changes nothing."""
+        """Tries to advance the previous step's inputs in place, for a step in which the same requests compute
+        their next tokens. Returns False, and changes nothing, if they do not fit the step."""
         if len(scheduled) != len(inputs.samples):
             return False
         tokens, seq_lens, entered = [], [], []
@@ -440,8 +445,8 @@ class InputBatch:
         ]
 
     def _prompt_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PromptRow]:
-        """Returns the rows of this step whose request wants prompt log-probabilities. `starts`: index of each
-        row's first token in the batch."""
+        """Returns the rows of this step at whose positions prompt log-probabilities are wanted, and drops
+        requests from `_prompts` that want no more of them. `starts` as for `_pool_rows`."""
         rows = []
         for number, (item, start) in enumerate(zip(scheduled, starts, strict=False)):
             known = self._prompts.get(item.request_id)
@@ -475,7 +480,8 @@ class InputBatch:
     def _axes(
         positions: npt.NDArray[np.int64], given: list[tuple[PromptEmbeds, ScheduledRequest, int]]
     ) -> npt.NDArray[np.int64]:
-        """Returns `positions` unchanged, or on three axes if a request states its own."""
+        """Returns `positions` unchanged, or on three axes if one of the requests in `given` has
+        `position_ids`."""
         if all(embeds.position_ids is None for embeds, _, _ in given):
             return positions
         axes = np.tile(positions, (3, 1))
@@ -490,7 +496,8 @@ class InputBatch:
 
     @staticmethod
     def _joint(given: list[tuple[PromptEmbeds, ScheduledRequest, int]]) -> list[tuple[int, int]]:
-        """Returns the batch rows [begin, end) of each joint span in this step."""
+        """Returns the batch rows [begin, end) of each joint span in this step, or of the part of it that the
+        step computes."""
         spans = []
         for embeds, item, first in given:
             begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens

@@ -1,9 +1,9 @@
 """KVCache: the memory of the paged KV cache, and its size.
 
 The cache is one allocation of `num_blocks` blocks. A block holds the data of all layers of one KV group,
-layer after layer, for `block_size` tokens or for the state of one request. So moving a block (swap, transfer,
-copy on write) is a single copy. Each layer has the same number of bytes in a block, the most that any of them
-needs. The model's KV spec, and layers that keep a state, define the content.
+layer after layer, for `block_size` tokens or for the state of one request. So a block can be swapped, saved
+or copied without regard to its layers. Each layer has the same number of bytes in a block, enough for the one
+that needs most. The model's KV spec, and layers that keep a state, define the content.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from quire_kernels.quantized_kv import KVLayer
 logger = logging.getLogger("quire")
 
 DEFAULT_CPU_SHARE = 0.25
-"""Largest fraction of a host's free memory for a pool without a configured size or
+"""Largest fraction of a host's free memory for a decoder's pool without a configured size or
 `cpu_memory_utilization`."""
 DEFAULT_CPU_BYTES = 2 * 2**30
-"""Most bytes of a pool in host memory without a configured size or `cpu_memory_utilization`, unless one
-sequence needs more: the host has other work to do."""
+"""Most bytes of a decoder's pool in host memory (of each rank's part, if there are several) without a
+configured size or `cpu_memory_utilization`, unless one sequence needs more: the host has other work to do."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of memory when the pool is created, after everything else was loaded."""
+    """Bytes of memory just before the pool is created, when the weights are loaded."""
 
     free: int
     total: int | None = None
@@ -113,9 +113,8 @@ def num_blocks_for(
 
 
 def _hidden_bytes(config: EngineConfig, model: Model, draft: Model) -> int:
-    """Returns the bytes of the hidden state that is kept for each token; 0: the draft model needs none.
-    Raises ConfigError if it is a head, and the model's hidden states have another size or type, or there are
-    several ranks."""
+    """Returns the bytes that are kept for each token for a draft head; 0: the draft model is no head. Raises
+    ConfigError if the head has another hidden size or type than the model, or there are several ranks."""
     size, shape = draft.fed_size, model.config
     if size and size != shape.hidden_size:
         raise ConfigError(f"draft_model: its hidden_size is {size}, the model's {shape.hidden_size}")
@@ -131,13 +130,13 @@ def _hidden_bytes(config: EngineConfig, model: Model, draft: Model) -> int:
 _ALIGNMENT = 16
 """Alignment of a state in bytes."""
 _LARGE_BLOCKS = 64
-"""Block sizes derived from states are multiples of this many tokens, as are the tiles of attention."""
+"""Block sizes that are derived from states are multiples of this many tokens."""
 
 
 def _block_size(cache: CacheConfig, model: Model) -> int:
-    """Returns the tokens per block: `tokens_per_block`. If `block_size` is unset, and some layers keep states
-    and others have attention, it is a larger multiple of `_LARGE_BLOCKS` where that is needed for a layer's
-    keys and values to have at least the bytes of a state."""
+    """Returns the tokens per block: usually `tokens_per_block`. More, a multiple of `_LARGE_BLOCKS`, if
+    `block_size` is unset, and a layer's keys and values would otherwise take fewer bytes of a block than the
+    state of another layer."""
     state_bytes = max(group.state_bytes for group in model.kv_groups)
     has_attention = not all(group.is_state for group in model.kv_groups)
     if cache.block_size is not None or not (state_bytes and has_attention):
@@ -154,7 +153,7 @@ def _longest_whole(limits: SchedulerConfig, asked: int | None, limit: int) -> in
     """Returns the longest prompt of an encoder, which computes prompts in one step.
 
     Args:
-        asked: configured `max_model_len`; None: as long as a step allows.
+        asked: configured `max_model_len`; None: as long as a step and the checkpoint allow.
         limit: the checkpoint's limit.
 
     Raises:
@@ -197,8 +196,9 @@ class KVLayout:
         Raises:
             ConfigError: `max_model_len` exceeds the checkpoint's limit (for an encoder also the tokens of one
                 request in a step), `block_size` does not divide the size of the checkpoint's attention
-                chunks, layers keep states although drafts are configured, the model does not support
-                `kv_cache_dtype`, or the draft is a head that does not fit the model.
+                chunks, layers keep states although drafts are configured, the model or its draft model does
+                not support `kv_cache_dtype`, or the draft is a head that does not fit the model or the number
+                of ranks.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = _block_size(config.cache, model), config.cache.kv_cache_dtype
@@ -245,17 +245,17 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, in the pools of model and draft model together."""
+        """Bytes that a block takes in all, `draft_bytes` included."""
         return self.layers_per_block * self.layer_bytes + self.draft_bytes
 
     def blocks_per_sequence(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence of this many tokens holds at any time, over all KV
-        groups."""
+        """Returns a number of blocks, over all KV groups, that is enough for a sequence of this many
+        tokens."""
         return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
 
     def num_blocks(self, config: EngineConfig, memory: DeviceMemory) -> int:
         """Returns the number of blocks in the pool; see `num_blocks_for`. For an encoder, unless `num_blocks`
-        is configured, they suffice for `max_num_seqs` prompts."""
+        is configured, it is what `max_num_seqs` prompts of `max_model_len` need."""
         if self.keeps_nothing and config.cache.num_blocks is None:
             return self.blocks_per_sequence(self.max_model_len) * config.scheduler.max_num_seqs
         return num_blocks_for(
@@ -269,9 +269,9 @@ class KVLayout:
 
 
 class KVCache:
-    """The pool, accessed by layer (`layer`) or by whole blocks.
+    """The pool, accessed by layer (`layer`, `states`) or by whole blocks.
 
-    Its memory is written once at start. So a machine that is too small fails then, and not under load.
+    Its memory is written once when it is made, so that a lack of memory shows then, and not under load.
 
     Args:
         spec: what a layer keeps of a token.
@@ -298,7 +298,7 @@ class KVCache:
         is_shared: bool = False,
     ) -> None:
         self.scratch_block = num_blocks if has_scratch else None
-        """Id of the block that padding rows write to and nothing reads; None: there is none."""
+        """Id of the block for padding rows of recorded steps, which no request uses; None: there is none."""
         num_blocks += has_scratch
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -314,7 +314,7 @@ class KVCache:
             else:
                 pool = aligned_bytes(size)
             self.blocks = pool.view(num_blocks, self.block_bytes).fill_(0)
-            """uint8 [num_blocks, block_bytes]"""
+            """The memory as uint8 [num_blocks, block_bytes], the scratch block included."""
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"the KV cache of {size / 2**20:.0f} MiB cannot be allocated: {error}"
@@ -346,13 +346,13 @@ class KVCache:
         return self._memory[index]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target) pairs with distinct targets; all sources are read before any target is
-        written."""
+        """Copies blocks, given as (source, target) pairs with distinct targets; all sources are read before
+        any target is written."""
         source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(self.blocks.device)
         ops.copy_blocks(self._words, source, target)
 
     def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copies n blocks to `out` [n, block_bytes], after all work queued on the device."""
+        """Copies n blocks to `out` [n, block_bytes], on a GPU after the work that was queued before."""
         if self.blocks.device.type == "cpu":
             read_rows(self.blocks.numpy(), block_ids, out)
             return
@@ -370,7 +370,8 @@ class KVCache:
         self._copy(block_ids, staging, to_host=False)
 
     def _copy(self, block_ids: Sequence[int], staging: torch.Tensor, *, to_host: bool) -> None:
-        """Copies blocks from or to pinned memory with the device's copy engines, while kernels run."""
+        """Copies blocks from or to pinned memory on a stream of its own, after the work that was queued
+        before; waits for the copies."""
         device = self.blocks.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

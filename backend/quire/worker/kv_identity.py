@@ -1,6 +1,6 @@
-"""kv_identity: everything that decides the bits of the keys and values that this process computes.
+"""kv_identity: an identity of the keys and values that this process computes, by what decides their bits.
 
-It uses the weights and frequencies in memory, not the files they came from. So it also covers how files were
+It uses the weights and frequencies as loaded, not the names of their files. So it also covers how files were
 chosen, dummy weights (`load_format=dummy`) and numbers derived from several keys. Instruction sets and
 libraries are part of it, because sums in another order have other bits.
 """
@@ -19,7 +19,8 @@ from quire.loader.load import LoadedModel
 
 
 def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
-    """Returns the identity of keys and values, as JSON values; `loaded` must have its weights' digest."""
+    """Returns the identity of a model's keys and values, as JSON values; `loaded` must have its weights'
+    digest."""
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
     model, scheme = loaded.model, loaded.config.scheme
     config = dataclasses.asdict(dataclasses.replace(loaded.config, scheme=SCHEMES[None], whole=None))

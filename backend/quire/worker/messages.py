@@ -1,4 +1,5 @@
-"""Messages between an engine and its ranks in other processes. No torch in here."""
+"""Messages between an engine and its ranks in other processes, besides steps and their results. No torch in
+here."""
 
 from __future__ import annotations
 

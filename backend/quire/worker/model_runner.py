@@ -1,4 +1,4 @@
-"""ModelRunner: loads the model, owns the KV cache, and computes the steps of SchedulerOutputs."""
+"""ModelRunner: loads the model, owns the KV cache, and computes the steps that the scheduler plans."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def resolve_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 
 
 class ModelRunner:
-    """Computes steps in one process, with the same code on cpu and cuda.
+    """Computes steps in its own process, on cpu or cuda.
 
     Args:
         ranks: this process's rank in the tensor-parallel group. With several ranks on the CPU, the engine
@@ -114,7 +114,8 @@ class ModelRunner:
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: the device or the memory does not allow the configuration.
+        ConfigError: the configuration is wrong, or the checkpoint, the device or the memory does not allow
+            it.
     """
 
     def __init__(self, config: EngineConfig, *, ranks: Ranks = ALONE) -> None:
@@ -131,8 +132,8 @@ class ModelRunner:
         self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
         self._limits: DeviceLimits | None = None
         self.num_computed_tokens = 0
-        """Number of tokens that the model computed since start: the scheduled ones, less drafts that the
-        draft model did not make. Padding does not count."""
+        """Number of tokens in the steps since start, without padding: the scheduled ones, less drafts that
+        the draft model did not make."""
         self._experts = ExpertCounts()
         self._load()
 
@@ -274,8 +275,8 @@ class ModelRunner:
         """Launched steps that were not collected yet, the oldest first."""
 
     def _load_draft(self, target: DecoderConfig) -> Model:
-        """Loads the weights of the draft model, or of the model's head, after checking that it can guess for
-        the target."""
+        """Loads the draft model or head, and returns it. Before its weights are read, checks its shape:
+        whether it can guess for the target, and whether the attention backend supports it."""
 
         def check(shape: DecoderConfig) -> None:
             check_draft(shape, target)
@@ -301,8 +302,8 @@ class ModelRunner:
         Raises:
             ConfigError: `classifier_from_token` does not name two tokens, or it is given for a model without
                 logits of tokens, or for one that does not pool the last token.
-            CheckpointError: a file is broken, or nothing can be computed: an encoder whose pooling is not
-                supported.
+            CheckpointError: a file is missing or broken, or the model has neither tokens, scores nor
+                embeddings to give: an encoder whose pooling is not supported.
         """
         config, model = self._config.model, self.model
         pooling = read_pooling(Path(config.model), model.pooling_mode)
@@ -344,8 +345,9 @@ class ModelRunner:
         trim_heap()
 
     def wake(self) -> None:
-        """See `Runner`. Works as at the start; graphs are recorded again, because memory addresses have
-        changed. Raises CheckpointError if the checkpoint's files have changed since the start."""
+        """See `Runner`. The KV cache has as many blocks as before. Graphs are recorded again, because memory
+        addresses have changed. Raises CheckpointError if files of the checkpoint, the tokenizer or the draft
+        model have changed since the start."""
         if self._checkpoint_state() != self._checkpoint:
             model = self._config.model.model
             raise CheckpointError(f"{model}: has changed since it was loaded: load the model again")
@@ -356,16 +358,16 @@ class ModelRunner:
         trim_heap()
 
     def attach(self, tiers: KVTiers | None) -> None:
-        """Sets the KV tiers that blocks move to and from, before the first step; None: there are none."""
+        """Sets the KV tiers that blocks move to and from; None: there are none. See `Runner`."""
         self.tiers = tiers
 
     def launch(self, output: SchedulerOutput) -> None:
-        """Begins a step: moves blocks, computes the scheduled tokens, and samples for rows that are complete.
+        """Begins a step: moves blocks, loads adapters, computes the scheduled tokens, and samples after rows
+        that are complete.
 
-        On cuda the work is queued, and sampled tokens stay on the device for the next step.
+        On cuda most of the work is only queued, and the next step finds sampled tokens on the device.
 
-        A step that must know earlier tokens on the host (for n-grams, say) first waits for the steps that
-        sample them.
+        A step that must know earlier tokens on the host (for n-grams, say) first waits for steps in flight.
         """
         timer = None
         if output.is_timed:
@@ -393,7 +395,7 @@ class ModelRunner:
         self._launched.append(step)
 
     def collect(self) -> ModelRunnerOutput:
-        """Waits for the oldest launched step and returns its results."""
+        """Waits for the oldest step that was not collected yet, and returns its results."""
         step = self._launched.popleft()  # first, so that it is not collected again if that fails
         step.phase("collect")
         self._settle(step)
@@ -407,12 +409,12 @@ class ModelRunner:
         return step.output
 
     def reset(self) -> None:
-        """Drops the steps in flight: one of them has failed, and their requests end."""
+        """Drops the steps in flight, whose requests end: a step has failed or was interrupted."""
         self._launched.clear()
 
     def warm_up(self) -> None:
-        """Records steps and reads the vocabulary for grammars, before the first step and again after `wake`,
-        because either would delay a later step."""
+        """Reads the vocabulary for grammars, and records steps if graphs are used. Either would delay a later
+        step."""
         self._grammars.warm_up()
         with tuning.warm_up():
             if self.prompt_graphs is not None:
@@ -421,8 +423,8 @@ class ModelRunner:
                 self.graphs.capture_all()
 
     def _measure_limits(self) -> None:
-        """Measures the device's limits once, before the first timed step; this delays steps by half a
-        second."""
+        """Measures the device's limits for a timed step, unless they are known: this takes about half a
+        second. A failure is logged."""
         try:
             self._limits = measure_limits(self.device, self.model.config.dtype, self.info.num_threads)
         except RuntimeError as error:
@@ -432,14 +434,15 @@ class ModelRunner:
         """Does nothing: the runner cannot be lost while its process lives."""
 
     def close(self) -> None:
-        """Does nothing: no resource outlives the runner."""
+        """Does nothing: there is no other process to end."""
 
     def _lacks_tokens(self, item: ScheduledRequest) -> bool:
         state = self.batch.requests.get(item.request_id)
         return state is not None and item.new is None and item.samples and state.sampling.lacks_tokens
 
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
-        """Computes the scheduled tokens, which writes their keys and values, and samples."""
+        """Computes the scheduled tokens, and samples or pools. The draft model, if there is one, makes drafts
+        first."""
         if self.draft is not None:
             step.phase("draft")
             scheduled, step.output.has_caught_up = self.draft.fill(scheduled, self.batch)
@@ -472,7 +475,8 @@ class ModelRunner:
         step.set_drawn(inputs.samples, found, inputs.sampling_rows)
 
     def _draw(self, inputs: StepInputs, step: LaunchedStep) -> Draw | None:
-        """Runs the model and samples a token per sampling row; None: there are no such rows."""
+        """Runs the model and samples a token per sampling row; None: there are no such rows. Prompt
+        log-probabilities and embeddings go to `step`."""
         forward = inputs.forward
         has_all = forward.rows is None
         # What is recorded begins behind the lookup of embeddings, and has no place for more.
@@ -501,7 +505,8 @@ class ModelRunner:
         return self._sample(hidden, inputs) if inputs.samples else None
 
     def _settle(self, step: LaunchedStep) -> None:
-        """Copies a step's results to the host's state, once."""
+        """Waits for a step's results, and enters them in its output and its requests. A second call does
+        nothing."""
         rows = step.output.rows
         if step.drawn is not None:
             self._settle_drawn(step, *step.drawn)
@@ -565,8 +570,8 @@ class LaunchedStep:
         self.samples: list[tuple[int, CachedRequest]] = []
         """Row index and request of each sample, as in `StepInputs`."""
         self.drawn: tuple[Draw, HostCopy] | None = None
-        """Tokens sampled for `samples`, and their copy to the host; None: nothing was sampled, or the host
-        has the tokens."""
+        """Result of sampling for `samples`, and its copy to the host; None: there is none, or it is already
+        in `output`."""
         self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
         """Prompt log-probabilities, and their copy to the host; None as with `drawn`."""
         self.embeddings: tuple[list[int], HostCopy] | None = None
@@ -627,7 +632,7 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
 
 
 def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> bool:
-    """Returns whether decode steps can be recorded including the attention of all layers."""
+    """Returns whether the attention of all layers can be part of recorded decode steps."""
     picked = [
         registry.pick("paged_attention", device.type, shape.dtype, wanted=shape.attention_backend, **facts)
         for facts in _attention_facts(config, shape)
@@ -636,7 +641,8 @@ def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: 
 
 
 def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[str, Any]]:
-    """Returns the properties by which decode attention is chosen, one dict for each kind of attention."""
+    """Returns the properties by which the implementation of decode attention is chosen, one dict for each
+    kind of attention in the model."""
     return [
         attention_facts(
             kind.num_heads,
@@ -659,8 +665,8 @@ def make_graph_backend(device: torch.device, enforce_eager: bool) -> GraphBacken
 
 
 def _default_threads() -> int:
-    """Returns OMP_NUM_THREADS if it is set, as other users of OpenMP do; else the number of cores this
-    process may use."""
+    """Returns OMP_NUM_THREADS if it is a positive number; else the number of cores that this process may
+    use."""
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdigit() and int(named) > 0:
         return int(named)

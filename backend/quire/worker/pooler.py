@@ -16,7 +16,7 @@ from quire.worker.input_batch import PoolRow
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """Pools each row on its own, so the result does not depend on the other rows of a step."""
+    """Pools rows of steps, and makes embeddings and scores of the results."""
 
     pooling: Pooling
     model: Model
@@ -44,8 +44,8 @@ class Pooler:
         return [number for number, _, _ in complete], vectors
 
     def _pooled(self, row: PoolRow, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the pooled hidden state [hidden_size] of a prompt, if it ends with this row. A mean is
-        float32, and is summed up over the rows of a prompt."""
+        """Pools a row. The result [hidden_size] is its prompt's if the prompt ends with this row, else it has
+        no use. A mean is float32, and is summed up over the rows of a prompt."""
         if self.pooling.mode == "last":
             return hidden[row.end - 1]
         state = row.state
@@ -64,8 +64,7 @@ class Pooler:
         return functional.normalize(vector, dim=0) if self.pooling.normalizes else vector
 
     def _logits(self, pooled: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the logits, float32 [num_scores] each, of pooled hidden states [hidden_size]. The output
-        head is read once for all of them."""
+        """Returns the logits, float32 [num_scores] each, of pooled hidden states [hidden_size]."""
         token_ids = self.pooling.token_ids
         if token_ids is None or not pooled:
             return [self.model.class_logits(one) for one in pooled]
@@ -73,7 +72,8 @@ class Pooler:
         return list((yes - no)[:, None])
 
     def _scores(self, logits: torch.Tensor, *, uses_activation: bool) -> torch.Tensor:
-        """Returns the scores, of the shape of the logits [num_scores]."""
+        """Returns the scores that belong to logits [num_scores], in their shape. Without activation they are
+        the logits themselves."""
         classifier = self.pooling.classifier
         assert classifier is not None, "admission refuses requests for scores that there are not"
         if not uses_activation or classifier.activation == "identity":

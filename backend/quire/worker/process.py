@@ -1,8 +1,9 @@
 """Runs the ModelRunner of one rank in its own process: the other half of `quire.engine.worker_group`.
 
-It receives a Start over its socket, answers with Ready or Failed, and then computes SchedulerOutputs and
-carries out the requests WARM_UP, SLEEP and WAKE until the socket is closed or the engine is dead. On the CPU
-the engine maps the memory of the KV cache, too: the engine moves blocks, this process computes.
+It receives a Start over its socket, and answers with Ready or Failed. After Ready it computes
+SchedulerOutputs and carries out the requests WARM_UP, SLEEP and WAKE until the socket is closed or the engine
+is dead. On the CPU the engine maps the memory of the KV cache, too: the engine moves blocks, this process
+computes.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _ready(runner: ModelRunner) -> Ready:
 
 
 def end_with(pid: int, start_time: int) -> None:
-    """Ends this process when another one ends, whatever this one is doing then, such as loading a model.
-    Raises SystemExit if the other one has already ended.
+    """Makes this process end when another one ends, even while this one is loading a model, for example.
+    Raises SystemExit if the other one cannot be watched, usually because it has already ended.
 
     The socket does not show that the engine is dead while a fork of it lives.
     """

@@ -1,8 +1,8 @@
 """Sampling: turns logits into one token per row.
 
-Every row is computed by operations that look at that row only, and its random number is a pure function of
-(seed, output position). So a request's tokens do not depend on the batch around it, on preemption or on a
-restart.
+Each row is computed by operations that look at that row only, and its random number is a pure function of
+(seed, output position). So the sampler does not make a request's tokens depend on the batch around it or on a
+preemption.
 
 Order of the transforms: logits processors, the grammar's mask, repetition penalty, presence and frequency
 penalties, logit bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample temperature,
@@ -10,17 +10,19 @@ top-k, top-p, min-p, typical-p. A bias cannot revive a banned token. Ties: greed
 filter keeps every token tied with the last one it keeps, so the outcome does not depend on the order of a
 sort.
 
-A token forced by `thinking_budget` replaces the sampled one, unless a grammar forbids it.
+A token forced by `thinking_budget` usually replaces the sampled one, unless a grammar forbids it.
 
 If the bans leave a row no token at all, they are lifted for that step: a request that asked for the
-impossible gets the most likely violation instead of an error in mid-stream. Tokens that a grammar forbids are
-never allowed again.
+impossible gets a violation instead of an error in mid-stream. Tokens that a grammar forbids are not allowed
+again.
 
-Log-probabilities are those of the model: log-softmax of the logits before any transform.
+Log-probabilities are those of the model (log-softmax of the logits before any transform), except in beam
+search.
 
-Rows of beam search get their best candidates instead. As in transformers, penalties and bans apply to their
-log-probabilities, which are not normalised again. `TokenLogprobs` then holds the best token first, followed
-by the row's `num_candidates` best ones in descending order, which include that first one.
+Rows of beam search get their best candidates instead of a sampled token. Their log-probabilities are those
+after penalties, biases and bans, and are not normalised again, as in transformers. `TokenLogprobs` then holds
+the best token first, followed by the row's `num_candidates` best ones (all tokens if there are fewer) in
+descending order, which include that first one.
 
 Sampling uses the inverse CDF with one Philox number per draw, not Gumbel-max. Gumbel-max needs a random
 number per vocabulary entry (10 million for 64 rows of 150k), while one number per row is computed by the same
@@ -88,7 +90,8 @@ def join_drafts(
     outputs: Sequence[RowOutput], rows: Sequence[int], drafts: Mapping[int, Sequence[int]]
 ) -> tuple[list[RowOutput], list[int]]:
     """Joins the samples after a row's newest token and after its drafts to one output. It keeps samples up to
-    and including the first that differs from its draft, and none from the first that failed after a draft.
+    and including the first that differs from the draft in its place. A sample that failed after a draft is
+    dropped, with those after it.
 
     Args:
         outputs: [N], each with one token or an error. The first of a row is extended in place.
@@ -164,7 +167,8 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
 def _forced(
     logits: torch.Tensor, rows: Sequence[SamplingRow], thinking: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Returns (row, token) of the rows that must get a certain token, if their grammar allows it."""
+    """Returns (row, token) of the rows among `thinking` that must get a certain token. Leaves out a row with
+    a grammar if the token's logit is -inf."""
     wanted = [(i, rows[i].forced_token()) for i in thinking]
     return [
         (i, token_id)
@@ -230,8 +234,8 @@ def _choose(
 def sampling_tensors(
     rows: Sequence[SamplingRow], edits: EditArrays | None, newest: torch.Tensor | None, device: torch.device
 ) -> SamplingTensors:
-    """Returns the tensors that `ops.sample` needs; rows of beam search count as greedy. One copy to the
-    device.
+    """Returns the tensors that `ops.sample` needs, sent to the device in one copy. Rows of beam search count
+    as greedy.
 
     Args:
         rows: N rows.
@@ -257,7 +261,7 @@ def sampling_tensors(
 
 
 def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None) -> LogitEdits:
-    """Returns the edits made from the arrays of `collect_edits`, on the device."""
+    """Returns the LogitEdits, made from the arrays of `collect_edits` on the device."""
     uncounted = there.get("uncounted")
     known = None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
     return LogitEdits(**{name: there[name] for name in _EDITS}, newest=known)
@@ -268,7 +272,7 @@ def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _select_rows(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
-    """A copy of rows `index` of `tensor`."""
+    """Returns a copy of the rows `index` of `tensor`."""
     if tensor.device.type == "cpu":  # by this thread alone: torch would wake all of its own, which then spin
         return torch.from_numpy(tensor.numpy()[index])
     return tensor.index_select(0, _index(index, tensor))

@@ -1,9 +1,8 @@
 """SamplingRow: one row of a sampling batch, and the flat arrays that the sampler needs of all rows.
 
-Logits are changed only where a request asks for it. `collect_edits` joins the rows' requested edits and
-histories into flat lists of token ids. A transform of the whole batch is then one gather and one scatter, or
-part of a kernel, instead of a loop over rows or the vocabulary. A request's parameters are turned into arrays
-once, so that a step only joins arrays. No torch here: the arrays are numpy.
+Penalties, biases and bans change only the logits of certain tokens. `collect_edits` joins these tokens of all
+rows into flat lists, so that a transform of the whole batch needs no loop over rows or the vocabulary. Arrays
+of a request's parameters are kept from step to step. No torch here: the arrays are numpy.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from quire.worker.grammar import DraftGrammar, RowGrammar
 from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
 
 _LEAST_REPETITION = np.finfo(np.float32).tiny
-"""Smallest repetition penalty: below the smallest normal number, 0 / p would be NaN."""
+"""Smallest repetition penalty: below the smallest normal number, 0 / p could be NaN."""
 EditArrays = dict[str, npt.NDArray[Any]]
 _NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
 class SamplingRow:
-    """Sampling state of the request behind one row of logits: everything the sampler needs of it.
+    """Sampling state of a request, or of one of its choices: what the sampler needs besides logits.
 
-    If the runner keeps a request's row from step to step, updating the history for penalties and n-gram bans
-    costs O(new tokens) per step. A new row in each step gives the same tokens and costs O(all tokens).
+    The runner keeps a request's row from step to step, so that the history for penalties and n-gram bans is
+    not made anew from all tokens.
     """
 
     params: SamplingParams
@@ -44,7 +43,8 @@ class SamplingRow:
     """Seed of this choice in [0, 2**64), by `choice_seed` from the request's seed, or from one that the
     engine chose when the request arrived. Greedy rows do not use it."""
     num_pending: int = 0
-    """Number of tokens after `token_ids` that were sampled but are known only to the device."""
+    """Number of tokens that follow `token_ids` and are not in it yet: sampled ones that the host does not
+    know, or drafts. A step in flight counts as one token, even with drafts."""
     grammar: RowGrammar | DraftGrammar | None = None
     """Grammar of `params.structured_output`; None: no grammar restricts this row."""
     processors: RowProcessors | None = None
@@ -98,8 +98,8 @@ class SamplingRow:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens, and the position of the next one; with `seed` it determines the random
-        number."""
+        """Number of output tokens, pending ones included. This is the position of the next one; with `seed`
+        it determines the random number."""
         return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
 
     @property
@@ -124,8 +124,8 @@ class SamplingRow:
         return self.num_pending > 0
 
     def behind(self, drafts: Sequence[int]) -> list[SamplingRow]:
-        """Returns the rows for the next token and for the token after each of `drafts`, assuming these are
-        right."""
+        """Returns the rows for the next token and for the token after each of `drafts`, assuming that the
+        drafts are right."""
         assert not self.num_pending and self.processors is None, "drafts follow what is known"
         if self.wants_best_only:
             return [self] * (len(drafts) + 1)
@@ -164,7 +164,7 @@ class SamplingRow:
             self._thinking = copy.copy(row._thinking)
 
     def history(self) -> TokenHistory:
-        """The row's history, updated to the newest token."""
+        """Returns the row's history, updated to the end of `token_ids`."""
         if self._history is None or self._history.num_seen > len(self.token_ids):
             self._history = TokenHistory(
                 self.token_ids[: max(self.num_prompt_tokens, 0)],
@@ -175,7 +175,7 @@ class SamplingRow:
         return self._history
 
     def forced_token(self) -> int | None:
-        """Token that must come next because `thinking_budget` is used up; None: any token may."""
+        """Returns the token that must come next because `thinking_budget` is used up; None: there is none."""
         params = self.params
         if params.thinking is None or params.thinking_budget is None:
             return None
@@ -185,7 +185,7 @@ class SamplingRow:
         return self._thinking.next(self.token_ids)
 
     def biases(self) -> tuple[IntArray, FloatArray]:
-        """`logit_bias` as token ids and values, [b] each."""
+        """Returns `logit_bias` as token ids and values, [b] each."""
         if self._biases is None:
             biases = self.params.logit_bias
             self._biases = (
@@ -195,7 +195,7 @@ class SamplingRow:
         return self._biases
 
     def bad_words(self) -> BadWords:
-        """`bad_words_ids`, prepared for matching."""
+        """Returns `bad_words_ids`, prepared for matching."""
         if self._bad_words is None:
             self._bad_words = BadWords(self.params.bad_words_ids, self.eos_token_ids)
         return self._bad_words
@@ -278,7 +278,8 @@ def _penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
 
 
 def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """Returns the tokens of prompt and output that penalties apply to; None: no row has penalties."""
+    """Returns the tokens of prompt and output that penalties apply to, with their counts in the output; None:
+    no row has penalties."""
     if not any(row.has_penalties for row in rows):
         return None
     found = [row.history().distinct() if row.has_penalties else _NO_TOKENS for row in rows]
@@ -304,7 +305,7 @@ def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
 
 
 def _join(ids: list[list[IntArray]], values: list[FloatArray], vocab_size: int) -> TokenList:
-    """Joins the tokens of all rows, without ids outside the vocabulary, such as placeholders of images.
+    """Joins the tokens of all rows, without ids outside the vocabulary.
 
     Args:
         ids: [n], any number of arrays for each row.

@@ -26,15 +26,16 @@ class StepTime:
 
     num_rows: int
     busy_ms: float
-    """Milliseconds from the step's first to its last kernel."""
+    """Milliseconds from the step's first mark in the device's queue to its last."""
     idle_ms: float
-    """Milliseconds from the end of the previous step to this step's first kernel."""
+    """Milliseconds from the previous step's last mark to this step's first."""
 
 
 class Timeline:
-    """Marks steps in the device's queue. Costs two events per step if enabled, nothing otherwise.
+    """Marks steps in a GPU's queue, with one event before and one after each step. Does nothing if it is not
+    enabled, or the device is no GPU.
 
-    The marks are also NVTX ranges, which profilers show.
+    Steps are also NVTX ranges, which profilers show.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -42,7 +43,7 @@ class Timeline:
         self._marks: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_STEPS)
 
     def step(self, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context; all work queued in it belongs to one step."""
+        """Returns a context in which the work of one step is queued."""
         return self._marked(num_rows) if self.enabled else _NOTHING
 
     @contextlib.contextmanager
@@ -58,7 +59,8 @@ class Timeline:
             self._marks.append((num_rows, begin, end))
 
     def pop_step_times(self) -> list[StepTime]:
-        """Returns the times of all steps since the last call except the first one; waits for the device."""
+        """Returns the times of the steps since the last call, of the latest MAX_STEPS at most, and without
+        the first of them. Waits for the device."""
         marks = list(self._marks)
         self._marks.clear()
         if marks:
@@ -70,14 +72,14 @@ class Timeline:
 
 
 def idle_fraction(steps: list[StepTime]) -> float:
-    """Returns the fraction of the steps' time, with the gap before each, in which the device was idle; 0 if
-    there are no steps."""
+    """Returns the share of `idle_ms` in the steps' `busy_ms` and `idle_ms` together; 0 if there are no
+    steps."""
     total = sum(step.busy_ms + step.idle_ms for step in steps)
     return sum(step.idle_ms for step in steps) / total if total else 0.0
 
 
 class StepTimer:
-    """Records the phases of one step; each ends where the next begins."""
+    """Records when the phases of one step begin and end. At most one phase is under way."""
 
     def __init__(self, device: torch.device) -> None:
         self._phases: list[tuple[str, float, float]] = []
@@ -95,7 +97,7 @@ class StepTimer:
         self._name, self._began = name, now
 
     def launched(self) -> None:
-        """Records that all work of the step is queued."""
+        """Records that all work of the step is queued; ends the present phase."""
         self.phase("")
         if self._marks is not None:
             self._marks.end()
@@ -135,7 +137,7 @@ class _Marks:
 
 @functools.lru_cache
 def _zero_of(device: torch.device) -> tuple[float, Any]:
-    """Returns a host time and a device event of the same moment."""
+    """Returns a host time and a device event of about the same moment."""
     event = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     event.record()

@@ -1,7 +1,8 @@
-"""TokenHistory: statistics of a request's tokens for penalties, n-gram bans and bad words.
+"""TokenHistory: statistics of a request's tokens for penalties and n-gram bans. BadWords: matches bad words.
+ThinkingBudget: limits reasoning.
 
-Every structure grows with the tokens. A step adds only a row's newest tokens, at about the same cost for any
-length of the prompt and any `no_repeat_ngram_size`. Ids outside the vocabulary are not filtered here.
+Statistics are extended by new tokens, at about the same cost for any length of the prompt. Ids outside the
+vocabulary are not filtered here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 
 _MODULUS = 2**61 - 1
 _FACTOR = 2**32 + secrets.randbelow(2**60)
-"""Base of the hash, random, so that clients cannot make prompts whose n-grams collide."""
+"""Base of the hash, random, so that clients cannot know which n-grams collide."""
 
 
 class TokenSet:
@@ -79,8 +80,7 @@ class TokenSet:
 class NgramIndex:
     """Index of the tokens that followed each sequence of n - 1 tokens (a gram).
 
-    A gram is found by a rolling hash and then compared. So a token costs the same for any n, except for one
-    comparison of n - 1 integers.
+    A gram is found by a rolling hash, and then compared with the gram that has this hash.
     """
 
     __slots__ = ("_found", "_gram_size", "_hash", "_leaving", "_shared", "_tokens")
@@ -93,8 +93,8 @@ class NgramIndex:
         """Hash of the newest n - 1 tokens, or of all tokens if there are fewer."""
         self._shared: tuple[dict[int, tuple[int, int | TokenSet]], ...] = ()
         self._found: dict[int, tuple[int, int | TokenSet]] = {}
-        """Hash to where the gram first ended, and the token or tokens after it. If another gram has that
-        hash, the next free hash is used."""
+        """Entry of each gram by its hash: the index after the gram where it was added, and the token or
+        tokens that followed it. If another gram has that hash, the next free number is the key."""
         self.extend(token_ids)
 
     def fork(self) -> NgramIndex:
@@ -123,7 +123,8 @@ class NgramIndex:
             self._hash = (self._hash * _FACTOR + token_id - leaving) % _MODULUS
 
     def followers(self) -> list[IntArray]:
-        """Returns the tokens that followed the newest n - 1 tokens, possibly with duplicates."""
+        """Returns the tokens that followed earlier occurrences of the newest n - 1 tokens, possibly with
+        duplicates."""
         if len(self._tokens) < self._gram_size:
             return []
         entries = (self._look_up(found)[1] for found in (*self._shared, self._found))
@@ -136,7 +137,7 @@ class NgramIndex:
     def _look_up(
         self, found: dict[int, tuple[int, int | TokenSet]]
     ) -> tuple[int, tuple[int, int | TokenSet] | None]:
-        """Returns the key of the newest gram, and its entry; None: it has none."""
+        """Returns the key of the newest gram in `found`, and its entry there, or None if it has none."""
         tokens, size, place = self._tokens, self._gram_size, self._hash
         entry = found.get(place)
         if entry is None:
@@ -149,7 +150,7 @@ class NgramIndex:
 
 
 class BadWords:
-    """Token sequences of words that must not be completed."""
+    """Token ids of words that must not appear."""
 
     __slots__ = ("_after", "_longest", "always")
 
@@ -176,8 +177,8 @@ class BadWords:
 
 
 class _Prompt:
-    """Statistics of a prompt, shared by all living histories that begin with it. Without it, each choice of a
-    request would read the whole prompt again."""
+    """Statistics of a prompt, shared by histories with this prompt, so that each choice of a request need not
+    read it again."""
 
     living: ClassVar[WeakValueDictionary[bytes, _Prompt]] = WeakValueDictionary()
 
@@ -201,16 +202,13 @@ class _Prompt:
 
 
 class TokenHistory:
-    """Running statistics of one request's tokens.
-
-    Invariant: all statistics cover exactly `token_ids[:num_seen]`.
-    """
+    """Statistics of one sequence's tokens: of its first `num_seen` tokens, prompt and output."""
 
     __slots__ = ("_distinct", "_ngrams", "_prompt", "num_seen")
 
     def __init__(self, prompt: Sequence[int], *, counts: bool, ngram_size: int) -> None:
         """Args:
-        counts: whether `distinct` will be called.
+        counts: whether `distinct` may be called.
         ngram_size: n for `ngram_bans`; 0: there are no n-gram bans.
         """
         self.num_seen = len(prompt)
@@ -228,7 +226,7 @@ class TokenHistory:
         return forked
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Adds the tokens not seen yet; all tokens after the prompt count as output."""
+        """Adds the tokens of `token_ids` (prompt and output) that it has not seen yet, as output."""
         new = token_ids[self.num_seen :]
         if self._distinct is not None:
             for token_id in new:
@@ -252,8 +250,8 @@ class ThinkingBudget:
     """Determines the forced tokens of a request whose reasoning has used up its budget.
 
     Reasoning begins after the opening tag, or with the output if reasoning is open at the prompt's end. It
-    ends with the closing tag. After its `budget`-th token the forced tokens follow; the model may have
-    written the first of them itself. The state depends on the tokens alone, so a resumed request continues in
+    ends with the closing tag. After its `budget`-th token the forced tokens follow, without those that the
+    model has just written itself. The state depends on the tokens alone, so a resumed request continues in
     the same way.
     """
 
@@ -271,9 +269,8 @@ class ThinkingBudget:
     _SLACK = 4
     """Most tokens, such as line feeds, that may precede the opening tag."""
     _PATIENCE = 4
-    """Most tokens that may come instead of the first forced one. A grammar may delay it, because no token may
-    break a character of several bytes. After more, the grammar must have seen the reasoning end, with other
-    tokens than the tokenizer's."""
+    """Most tokens that may come in place of forced ones; after more, none is forced any more. A grammar may
+    delay a forced token, for example within a character of several bytes."""
 
     def __init__(self, tags: Thinking, budget: int, num_prompt_tokens: int) -> None:
         self._tags, self._budget, self._num_prompt = tags, budget, num_prompt_tokens
@@ -287,7 +284,7 @@ class ThinkingBudget:
         """Whether no token will be forced any more."""
 
     def next(self, token_ids: Sequence[int]) -> int | None:
-        """Returns the token that must follow these, prompt and output; None: any token may."""
+        """Returns the token that must follow `token_ids` (prompt and output); None: none is forced."""
         for index in range(self.num_seen, len(token_ids)):
             if self.is_over:
                 break

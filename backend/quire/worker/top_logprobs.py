@@ -1,4 +1,4 @@
-"""TopLogprobs: log-probabilities of one given token and of the most likely ones, for rows of logits."""
+"""TopLogprobs: log-probabilities of one given token and of the most likely ones, for each row of logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.worker.input_batch import PromptRow
 from quire_kernels import ops
 
 MAX_PROMPT_LOGITS = 2**24
-"""Most logits of prompt tokens in memory at a time: 64 MiB."""
+"""Most logits of prompt tokens that are computed at a time (64 MiB), but at least those of one token."""
 
 
 @dataclass(slots=True)
@@ -68,13 +68,13 @@ class PromptLogprobs:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
     ) -> PromptLogprobs:
-        """Computes the log-probabilities; only some positions' logits are in memory at a time.
+        """Computes the log-probabilities. If there are many positions, their logits are computed in parts.
 
         Args:
             rows: in ascending order, at least one.
             hidden: [num_tokens, hidden_size] of all tokens of the step.
             compute_logits: [n, hidden_size] to float32 [n, vocab_size].
-            vocab_size: number of logits.
+            vocab_size: number of logits of a position.
         """
         flat = [np.arange(row.first, row.first + len(row.targets)) for row in rows]
         positions = to_device(np.concatenate(flat), hidden.device)
