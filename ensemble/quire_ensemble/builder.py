@@ -92,7 +92,7 @@ config.pbtxt, a line on what it does, and the name of its class in `quire_ensemb
 
 
 def _python_model(role: str) -> str:
-    """Returns the text of a member's model.py, which subclasses our class for the role."""
+    """Returns the text of a member's model.py, which subclasses the role's class in `_MEMBERS`."""
     _, about, base = _MEMBERS[role]
     module = f"triton_{role}"
     lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
@@ -194,8 +194,8 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
     """Returns the config.json of a checkpoint that a repository can be built for; empty for a .gguf file.
 
     Raises:
-        BuildError: the checkpoint is neither a directory nor a .gguf file, its config.json is missing or
-            broken or states no architectures, the .gguf file is broken, or there is no tokenizer.
+        BuildError: no repository can be built for it. For example, its config.json is missing or states no
+            architectures, the .gguf file is broken, or there is no tokenizer.
     """
     if checkpoint.is_file() and checkpoint.suffix == ".gguf":
         if "tokenizer.ggml.model" not in _open_gguf(checkpoint).metadata:
@@ -233,10 +233,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def has_chat_template(checkpoint: Path) -> bool:
-    """Whether the checkpoint's files hold a chat template; looked up without loading the tokenizer.
+    """Whether the checkpoint has a chat template, as far as its files show without loading the tokenizer.
 
     Raises:
-        BuildError: the file that may hold the template is broken.
+        BuildError: a file that had to be read is broken.
     """
     if checkpoint.is_file():
         return bool(_open_gguf(checkpoint).metadata.get("tokenizer.chat_template"))
@@ -247,7 +247,8 @@ def has_chat_template(checkpoint: Path) -> bool:
 
 
 def engine_file(model: str, options: Mapping[str, Any]) -> str:
-    """Returns the text of a quire.json: the checkpoint's path, the spelled-out keys, then further options."""
+    """Returns the text of a quire.json: the checkpoint's path `model`, the keys of ENGINE_DEFAULTS, then
+    further options."""
     lines: dict[str, Any] = {
         "//": "Engine of this model. Keys that begin with // are comments.",
         "//model": "Checkpoint directory or .gguf file; a relative path starts at this file's directory.",

@@ -1,6 +1,6 @@
-"""ChatFormat: what a generator must know of chat messages beside their token ids.
+"""ChatFormat: what a generator must know to constrain and parse the answer to chat messages.
 
-The tensor `chat_format` carries it as JSON from the model that tokenizes to the generator.
+In an ensemble, the tensor `chat_format` carries it as JSON from the model that tokenizes to the generator.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from quire_ensemble.messages import Conversation, check_response_format, check_t
 
 FIELD = "chat_format"
 PROMPT_END = 64
-"""Number of last characters of the prompt that are passed on: they may begin the answer."""
+"""Most characters of the prompt's end that are passed on: they may begin the answer."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Settings for parsing the answer to chat messages. `quire_ensemble.messages` has checked the input."""
+    """Settings for constraining and parsing the answer to chat messages."""
 
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Tools that may be called, as OpenAI describes them; empty with tool_choice none."""
+    """Tools that may be called, in OpenAI's form; empty also if the client's tool_choice is none."""
     tool_choice: str = "auto"
-    """auto, required, or the name of the one tool to call as "function:NAME"."""
+    """"auto", "required", or "function:NAME" with the name of the one tool to call. A client's "none" becomes
+    "auto" without tools."""
     parallel_tool_calls: bool = True
-    """Whether there may be more than one call."""
+    """Whether an answer may hold more than one call."""
     response_format: dict[str, Any] | None = None
     prompt_end: str = ""
-    """Last characters of the rendered prompt."""
+    """Last characters of the rendered prompt, at most PROMPT_END."""
 
     @classmethod
     def from_conversation(cls, conversation: Conversation, prompt: str) -> ChatFormat:
@@ -47,7 +48,7 @@ class ChatFormat:
 
     @property
     def asks_for_grammar(self) -> bool:
-        """Whether the client requires tool calls or a response format."""
+        """Whether the client requires tool calls, or a response format other than text."""
         asked = self.response_format or {}
         return self.tool_choice != "auto" or asked.get("type", "text") != "text"
 
@@ -63,7 +64,7 @@ def parse_chat_format(raw: bytes | str) -> ChatFormat:
     """Parses the JSON text of a ChatFormat, which any client may have written.
 
     Raises:
-        InputError: the text is not JSON, or a value is wrong; the message names the value.
+        InputError: the text is not JSON, has an unknown key, or has a wrong value.
     """
     value = parse_json(FIELD, raw)
     if not isinstance(value, dict):

@@ -100,7 +100,8 @@ def _describe(config: Any) -> str:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Parses KEY=VALUE. VALUE is JSON or, if it is not valid JSON, a text. Raises click.BadParameter."""
+    """Parses KEY=VALUE. VALUE is JSON or, if it is not valid JSON, a text. Raises click.BadParameter if the
+    key or the "=" is missing."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise click.BadParameter(f"{text!r} must have the form KEY=VALUE")

@@ -1,4 +1,5 @@
-"""Outputs of the vision encoder by content hash, so that an image seen before costs no encoder run."""
+"""Outputs of the vision encoder by content hash, so that an image whose output is still stored costs no
+encoder run."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 class EncoderCache:
     """Cache of arrays with a bound on their bytes, which evicts the least recently used. For one thread.
 
-    Only the arrays' own bytes count. What is stored is a read-only copy: an array cut from a batch's output
+    Only the arrays' own bytes count. Read-only copies are stored, because an array cut from a batch's output
     would keep the whole batch in memory.
 
     Attributes:
@@ -42,7 +43,8 @@ class EncoderCache:
     def put(self, key: str, value: np.ndarray) -> None:
         """Stores a copy of the array in place of the key's old one, if any.
 
-        An array larger than `max_bytes` is not kept, and no other entry is evicted for it.
+        If the array is larger than `max_bytes`, the old one is removed, nothing is stored, and no other entry
+        is evicted.
         """
         old = self._entries.pop(key, None)
         if old is not None:

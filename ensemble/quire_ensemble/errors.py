@@ -6,13 +6,13 @@ from quire_common.errors import ReportedError
 
 
 class TokenizerError(ReportedError):
-    """A checkpoint's tokenizer is missing or broken; the message is one line that names the file or
-    directory."""
+    """A checkpoint's tokenizer or chat template cannot be used: it is missing, broken or not supported, for
+    example. The message is one line that names the file or directory."""
 
 
 class VisionError(ReportedError):
     """A checkpoint's vision part is missing, broken or unsupported, or cannot run on the device or in the
-    dtype that is asked for. The message is one line that names the file, device or dtype."""
+    dtype that is asked for. The message is one line. It usually names the file, device or dtype."""
 
 
 class BuildError(ReportedError):

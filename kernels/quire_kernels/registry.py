@@ -1,8 +1,8 @@
-"""Registry of the operators' implementations, chosen by device, dtype and shape.
+"""Registry of the operators' implementations, chosen by device, dtype and facts of the call such as shapes.
 
-An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
-that supports the call and does not leave it to others, and logs the choice once per kind of call. The caller
-may name an implementation. For other callers, the environment may name one for each operator
+An implementation registers itself with `@implementation(...)`. `select` chooses the one of highest priority
+that supports the call and does not leave it to others, and logs this, usually once per kind of call. The
+caller may name an implementation. If the caller does not, the environment may name one for each operator
 (`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`). It is an error if a named implementation
 does not support the call. Another one is used only if the named one `leaves` the call.
 """
@@ -41,20 +41,20 @@ class Implementation:
     dtypes: frozenset[torch.dtype]
     """Types of the operands that it supports; empty: any."""
     priority: int
-    """Priority: of the implementations that support a call and do not leave it, the one with the highest is
-    chosen."""
+    """Priority: if none is named, the implementation of highest priority is chosen among those that support
+    the call and do not leave it."""
     predicate: Callable[..., str | None] | None
     """Called with the call's facts (head_dim, block_size, ...) by keyword. It returns why the call is not
-    supported; None: it is. Without a predicate every call is supported."""
+    supported; None: it is. Without a predicate, any facts are supported."""
     leaves: frozenset[str] = frozenset()
     """Names of facts. If one of them is true, this implementation leaves the call to the best of the others,
-    even if it was named."""
+    even if it supports the call and was named."""
     is_recordable: bool = True
     """Whether a CUDA graph that recorded it also computes other batches of the same shape. For that, it must
     read lengths on the device."""
 
     def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
-        """Whether it supports operands of this device, type and shape, and does not leave the call to other
+        """Whether it supports a call with this device, type and facts, and does not leave the call to other
         implementations."""
         return not self.leaves_call(facts) and self.why_not(device_type, dtype, facts) is None
 
@@ -63,7 +63,7 @@ class Implementation:
         return any(facts.get(name) for name in self.leaves)
 
     def why_not(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
-        """Returns why it does not support operands of this device, type and shape; None: it does, though it
+        """Returns why it does not support a call with this device, type and facts; None: it does, though it
         may leave the call."""
         if self.devices and device_type not in self.devices:
             return f"only on {', '.join(sorted(self.devices))}"
@@ -212,7 +212,7 @@ def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: A
 def choices() -> dict[str, str]:
     """Returns the names of the implementations that the environment, or `forced`, chooses, by operator.
 
-    The environment is read once.
+    A valid environment is read only once.
 
     Raises:
         KernelError: QUIRE_KERNELS is malformed, or names an unknown operator or implementation.

@@ -36,8 +36,9 @@ class Routing:
     num_chosen_groups: int = 1
     group_best: int = 1
     shared: Literal["whole", "gated"] | None = None
-    """Kind of the shared expert, which comes after the other experts and computes every token; None: there is
-    none. "whole": its share is 1. "gated": its share is the sigmoid of an additional logit."""
+    """Kind of the shared expert, which comes after the other experts and computes every token. "whole": its
+    share is 1. "gated": its share is the sigmoid of an additional logit. None: there is none, or the model
+    computes it apart."""
 
     @property
     def num_routes(self) -> int:

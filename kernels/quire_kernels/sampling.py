@@ -17,8 +17,8 @@ class LogitEdits:
 
     - penalty (at most one per row and token): x / repetition, or x * repetition if x is negative; then
       frequency * its output count is subtracted, and presence if that count is not 0. The result is at most
-      the largest finite float32. An infinite x stays. The row's newest token counts once more than its list
-      says; if it is not listed, it gets a penalty with a count of 1.
+      the largest finite float32. An infinite x stays. The row's token in `newest` counts once more than the
+      list says; if it is not listed, it gets a penalty with a count of 1.
     - bias (at most one per row and token): x + bias.
     - ban (any number per row and token): -inf. If the row's bans would leave no logit above -inf, none of
       them applies.
@@ -33,7 +33,7 @@ class LogitEdits:
     penalty_ids: torch.Tensor
     """int32 [num_penalties]: token ids."""
     output_counts: torch.Tensor
-    """float32 [num_penalties]: number of occurrences of the token in the row's output."""
+    """float32 [num_penalties]: number of occurrences of the token in the row's output, without `newest`."""
     bias_ids: torch.Tensor
     """int32 [num_biases]: token ids."""
     biases: torch.Tensor
@@ -41,8 +41,8 @@ class LogitEdits:
     ban_ids: torch.Tensor
     """int32 [num_bans]: token ids."""
     newest: torch.Tensor | None = None
-    """int64 [n]: each row's newest output token, which the lists do not count because the host does not know
-    it yet. Negative: the row has none. None: no row has one."""
+    """int64 [n]: a row's newest output token, if the lists do not count it because the host does not know it
+    yet. Negative: the row has no such token. None: no row has one."""
 
     @property
     def arguments(self) -> tuple[torch.Tensor | None, ...]:
@@ -53,8 +53,8 @@ class LogitEdits:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTensors:
-    """Sampling parameters of each row of logits. Every field except `edits` is [n] on the logits' device.
-    Filters apply in the order of the fields."""
+    """Sampling parameters of each row of logits. Tensors are [n] on the logits' device. Filters apply in the
+    order of the fields."""
 
     temperature: torch.Tensor
     """float32; 0: the row gets its best token, and filters have no effect."""
@@ -62,13 +62,13 @@ class SamplingTensors:
     """int32: number of most likely tokens to keep; 0: all. Tokens tied with the last one are kept too."""
     top_p: torch.Tensor
     """float32 in (0, 1]: keeps the smallest set of most likely tokens whose probabilities, among the tokens
-    that top-k kept, sum up to at least this; 1: all tokens. Tokens tied with the last one are kept too."""
+    that top-k kept, sum up to at least this; 1: all of these. Tokens tied with the last one are kept too."""
     min_p: torch.Tensor
     """float32: drops tokens less likely than min_p times the most likely one; 0: keeps all."""
     seeds: torch.Tensor
     """int64: key of the Philox generator; its bits are an unsigned number."""
     positions: torch.Tensor
-    """int64: number of the request's output tokens so far, used as Philox's counter."""
+    """int64: number of output tokens before the one that is sampled, used as Philox's counter."""
     typical_p: torch.Tensor | None = None
     """float32 in (0, 1]: keeps the smallest set of tokens whose probabilities sum up to at least this, in
     order of how close a token's surprise is to the entropy after the other filters; ties are kept. 1, or None

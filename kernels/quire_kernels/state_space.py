@@ -8,7 +8,8 @@ import torch
 
 
 class StateSpace(NamedTuple):
-    """Weights of a Mamba-2 layer besides projections and convolution, all float32 and contiguous."""
+    """Weights and constants of a Mamba-2 layer besides projections and convolution. Tensors are float32 and
+    contiguous."""
 
     log_decay: torch.Tensor
     """[num_heads]: logarithm of each head's rate of decay (A_log in checkpoints)."""

@@ -19,7 +19,7 @@ INT4_GROUP = 32
 W8A8_GROUP = 64
 """Input features that share a scale in w8a8, in each row of activations."""
 _AT_ONCE = 2**18
-"""Number of weights that are quantised at a time."""
+"""Approximate number of weights that are quantised at a time."""
 INT4_CANDIDATES = (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5)
 """Values to which a group's number of largest magnitude may be scaled before the group is rounded to four
 bits, in [-8, 7]. For each group, the value with the least squared error is chosen."""
@@ -59,17 +59,18 @@ class QuantizedRows:
 
 
 class PackedLinear(Protocol):
-    """Linear layer y = x W^T + b, with W in the form that its implementation reads fastest."""
+    """Linear layer y = x W^T + b, followed by an activation if the layer has one. W has the form that the
+    implementation reads."""
 
     in_features: int
     out_features: int
     """Output features: W's rows, or half of them if the layer has an activation."""
     nbytes: int
-    """Bytes of the packed weights."""
+    """Bytes of the packed weights, without the bias; the PyTorch implementation leaves out codes of w8a8."""
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Computes [num_tokens, out_features] of x [num_tokens, in_features], in type `dtype` (None: x's
-        type)."""
+        """Returns the result [num_tokens, out_features] for x [num_tokens, in_features], as numbers of type
+        `dtype` (None: x's type)."""
         ...
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,20 +79,21 @@ class PackedLinear(Protocol):
         ...
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns rows [n, in_features] of W in x's type, for int64 indices [n]. W must not be gated, and
-        must be a GroupedWeight, a BlockWeight or not quantised."""
+        """Returns rows [n, in_features] of W in the type of the layer's inputs, for int64 indices [n]. W must
+        not be gated, and must be a GroupedWeight, a BlockWeight or not quantised."""
         ...
 
     def ungated(self) -> PackedLinear:
         """Returns the layer of a gated W without its activation. Its output holds the gates, then the
-        features that they multiply. `ops.gate_mul` of its float32 output, rounded to x's type, gives this
-        layer's result: bit for bit with the C++ kernels, elsewhere but for rounding."""
+        features that they multiply. If `ops.gate_mul` is applied to its float32 output and the result is
+        rounded to x's type, that is this layer's result: bit for bit with the C++ kernels, elsewhere but for
+        rounding."""
         ...
 
 
 class PackedHeads(Protocol):
-    """Products y[t, h] = W[h] x[t, h] with a matrix per head, in the form that its implementation reads
-    fastest."""
+    """Products y[t, h] = W[h] x[t, h] with a matrix W[h] per head. The matrices have the form that the
+    implementation reads."""
 
     nbytes: int
     """Bytes of the packed weights."""
@@ -103,7 +105,7 @@ class PackedHeads(Protocol):
 
 
 class PackedExperts(Protocol):
-    """Experts of a layer: gated feed-forward parts, a few of which compute each token."""
+    """Experts of a layer: feed-forward parts, usually gated, a few of which compute each token."""
 
     def __call__(
         self,
@@ -136,8 +138,8 @@ class PackedExperts(Protocol):
 class JoinedLinear:
     """Joins layers without activation that have the same input. Their outputs follow each other.
 
-    It is used for parts that cannot be one matrix, because their weights have different forms. See
-    PackedLinear; only a call is supported.
+    It is used for parts that cannot be one matrix, for example because their weights have different forms.
+    See PackedLinear; only a call is supported.
     """
 
     def __init__(self, parts: Sequence[PackedLinear]) -> None:

@@ -24,8 +24,8 @@ from quire_kernels.weights import (
 
 @implementation("linear", "reference")
 class TorchLinear:
-    """See `ops.pack_linear`. Quantised weights are kept dequantised, in the input's type, so they save no
-    memory. "w8a8" keeps its codes as float32 besides."""
+    """See `ops.pack_linear`. Quantisation saves no memory: the layer keeps a matrix in the input's type, and
+    with "w8a8" the codes as float32 besides."""
 
     def __init__(
         self,

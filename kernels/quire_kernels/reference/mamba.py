@@ -1,4 +1,4 @@
-"""Mamba-2, one token at a time, for any device."""
+"""Mamba-2, one token of each sequence at a time, for any device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sampling in PyTorch, for all rows of a batch at once. Used for typical-p, or without C++ or CUDA kernels.
 
-Top-k, top-p and typical-p compute only the rows that use them. The host must know these rows, so with a GPU
-it waits for the device. The draw's cumulative sums have two levels: over chunks, then within the chosen
-chunk. Both are float64; only the sum of each chunk is float32.
+Top-k and top-p compute only rows that use either, typical-p only rows that use it. The host must know these
+rows, so with a GPU it waits for the device. The draw's cumulative sums have two levels: over chunks, then
+within the chosen chunk. Both are float64; only the sum of each chunk is float32.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 MIN_TEMPERATURE = 1e-6
 _CANDIDATES = 1024
-"""Number of a row's best tokens that a filter sorts. If they do not suffice for a row, its whole vocabulary
-is examined."""
+"""Most tokens of a row, beginning with the best, that top-k, top-p or typical-p sorts. If they do not
+suffice, the row's whole vocabulary is examined."""
 _CHUNK = 256
 _Words = npt.NDArray[np.uint64]
 _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
@@ -79,10 +79,10 @@ def _penalise(
 
     Args:
         logits: float32 [n, vocab_size].
-        at: places of the penalised logits, all different.
+        at: places of the listed tokens' logits, all different.
         output_counts: float32 [m]; see `LogitEdits`.
         factors: float32 [3, n]; see `LogitEdits`.
-        newest: int64 [n]; see `LogitEdits`.
+        newest: int64 [n], or None; see `LogitEdits`.
     """
     rows, token_ids = at
     if newest is not None:
@@ -151,8 +151,8 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """Draws a token per row, whose temperature must not be 0: logits [n, V] to int64 [n]; -1 if the row's
-    maximum is not finite."""
+    """Draws a token for each row of logits [n, V]. Returns int64 [n]; -1 if the row's maximum is not finite.
+    No row's temperature may be 0."""
     best, best_ids = logits.max(dim=-1)
     # Shifted first: dividing by a small temperature could overflow otherwise.
     scores = (logits - best[:, None]).div_(rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None])
@@ -173,10 +173,10 @@ def filter_scores(
     min_p: torch.Tensor,
     typical_p: torch.Tensor | None,
 ) -> None:
-    """Applies top-k, top-p, min-p and typical-p in place, like transformers' warpers in that order.
+    """Applies top-k, top-p, min-p and typical-p in place, in this order.
 
     Args:
-        scores: [n, V] float32, divided by the temperature, with a maximum of 0 in each row.
+        scores: [n, V] float32, divided by the temperature. A row's maximum is 0, unless the row has NaN.
         top_k: [n]; for this and the other arguments see `SamplingTensors`.
     """
     ks, masses = _numbers(top_k), _numbers(top_p)
@@ -240,15 +240,15 @@ def _mass_threshold(
     probs: torch.Tensor,
     masses: npt.NDArray[Any],
 ) -> torch.Tensor:
-    """Returns the key of the last token in the smallest set, by descending key, whose probability reaches
-    `masses`.
+    """Returns for each row the key of the last token in the smallest set, by descending key, whose
+    probability reaches `masses`. If rounding leaves no such set, returns the row's smallest key.
 
     Args:
         keys: [n, V] float32, numbers by which tokens are ordered.
         top_keys: [n, width], the largest keys in descending order.
         top_probs: [n, width], the probabilities of these tokens.
         probs: [n, V] float32.
-        masses: [n], of any floating type.
+        masses: [n].
 
     Returns:
         [n] float32; tokens with a smaller key must be removed.
@@ -297,7 +297,7 @@ def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Returns the first token, by id, whose cumulative probability exceeds `uniform`.
 
     Args:
-        scores: [n, V] float32 unnormalised log-probabilities, maximum 0.
+        scores: [n, V] float32 unnormalised log-probabilities. A row's maximum is 0, unless the row has NaN.
         uniform: [n] float64 in [0, 1).
 
     Returns:

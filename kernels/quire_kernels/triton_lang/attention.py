@@ -1,22 +1,22 @@
 """Paged attention in Triton: one kernel for sequences with one new token, one for longer queries.
 
 Decode. The query heads that share a KV head are the rows of one tile, at least 16 for the tensor cores. A
-context is cut into parts. Their number and borders depend on its own length only, so a result does not depend
-on the other sequences in the batch. A work item is a (sequence, part, KV head). A fixed number of programs
-divides the list of items, each taking an equal share of the summed weights. The sequence with which each
-program begins is computed on the device, once per step (`_assign_kernel`). The launch depends on the number
-of sequences, the table's width and the GPU, never on a length, so a CUDA graph can capture it. A second
-kernel merges the parts by their log-sum-exp, as in flash-decoding (Dao et al., 2023).
+context is cut into parts. Their number and borders do not depend on the other sequences in the batch, and so
+neither does a result. A work item is a (sequence, part, KV head). A fixed number of programs divides the list
+of items, each taking about an equal share of the key tiles. The sequence with which each program begins is
+computed on the device, once per step for layers of the same shape (`_assign_kernel`). The grid of the decode
+kernel depends on no length, so a CUDA graph can capture its launch. A second kernel merges the parts by their
+log-sum-exp, as in flash-decoding (Dao et al., 2023).
 
 Longer queries. Tiles of packed rows (query, head of the group) use an online softmax over tiles of keys
 (FlashAttention-2, Dao, 2023). The grid is an upper bound from shapes; a program finds its sequence by
 bisection in `query_start_loc`. Key tiles have fixed borders, which do not depend on how a prompt is cut into
-chunks. Tile sizes are tuned at warm-up: on an H200 the best are 1.4 times as fast as the worst.
+chunks. Tile sizes are tuned at warm-up, except for float32 and heads wider than 128.
 
 A mixed batch takes both kernels, each of which skips the other's sequences. In the tiles for long queries, a
 single program would read the whole context of a decode token, and most of its tile would be padding.
 
-Memory that no token has written is never loaded: 0 * NaN and -inf + NaN are NaN.
+Places in the cache that no token has written are not loaded in a step: 0 * NaN and -inf + NaN are NaN.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _parts(  # type: ignore[no-untyped-def]
 @triton.jit
 def _values(data, KIND: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Converts loaded keys or values to `dtype`, the type in which they are multiplied. Bits of e4m3 become
-    1/256 of their values. The caller applies that factor and the scales."""
+    1/256 of their values. The caller applies the factor 256 and the scales."""
     if KIND == 2:
         return from_e4m3_bits(data, dtype)
     elif data.dtype == dtype:
@@ -137,7 +137,7 @@ def _walk(  # type: ignore[no-untyped-def]
         scales: pointer to their scales, if they are quantised.
         table: pointer to the sequence's row of the block table.
         seen_from: no row sees a position before this one. Earlier blocks may belong to another sequence.
-        seen_to: no row sees this position or a later one. They may never have been written.
+        seen_to: no row sees this position or a later one. Such positions may never have been written.
         MASKED: False promises that [begin, end) consists of whole tiles, and that every row sees all of it.
     """
     dims = tl.arange(0, WIDTH)
@@ -399,8 +399,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merges the parts of each context, weighted by their sums of weights. Padding rows, without a context,
-    become 0."""
+    """Merges the results that `_decode_kernel` wrote for the parts of a context, weighted by the parts' sums
+    of weights. Padding rows, without a context, become 0."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(query_start_loc + sequence)
@@ -567,9 +567,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `ops.paged_attention`.
 
-    The capture of a CUDA graph must include the first call of a step, because this call computes the plan of
-    `_assigned`, and each replay must compute the plan again. Each capture needs a metadata object of its own,
-    because one that an earlier capture used already has a plan.
+    While a CUDA graph is captured, the first call computes the plan of `_assigned`, so that each replay
+    computes the plan again. Each capture needs a metadata object of its own, because one that an earlier
+    capture used already has a plan.
     """
     data = data_of(kv_layer)
     assert query.shape[0] == meta.num_tokens, "one query row per token of the batch"
@@ -765,7 +765,7 @@ def _launch_ragged(
 def _options(
     query: torch.Tensor, kv_layer: KVLayer, window: int, softcap: float | None, tiles: Tiles
 ) -> dict[str, Any]:
-    """Returns the constants and launch options that `_decode_kernel` and `_ragged_kernel` have."""
+    """Returns the constants and launch options that `_decode_kernel` and `_ragged_kernel` have in common."""
     data = data_of(kv_layer)
     num_kv_heads, block_size, head_dim = data.shape[2:]
     return {
@@ -827,8 +827,8 @@ def most_splits(num_programs: int, num_kv_heads: int) -> int:
 def decode_tiles(
     width: int, groups: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int
 ) -> Tiles:
-    """Returns the tiles of `_decode_kernel`. Two programs run on a multiprocessor, and the key tiles in
-    flight fill its shared memory.
+    """Returns the tiles of `_decode_kernel`. The key tiles that two programs have in flight fit together in
+    the bytes of SHARED_LIMIT.
 
     The compiler gives half of the stages to the loads of block ids, for which the loads of keys and values
     wait. With 3 stages one tile of each is in flight, with 5 stages two, with 2 none.
@@ -848,7 +848,7 @@ def decode_tiles(
 def ragged_tiles(
     width: int, groups: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int
 ) -> Tiles:
-    """Returns the tiles of `_ragged_kernel`. For the stages see `decode_tiles`."""
+    """Returns the default tiles of `_ragged_kernel`. For the stages see `decode_tiles`."""
     least = triton.next_power_of_2(groups)
     if capability == 0:
         return Tiles(max(64, least), 64, 4, 3)
@@ -899,7 +899,7 @@ def _num_programs(device: torch.device) -> int:
 
 
 class _Shape(NamedTuple):
-    """Shape of a model's attention: everything, except the GPU, that the kernels' machine code depends on."""
+    """Shape of a model's attention, for which `compile_cases` returns cases."""
 
     name: str
     num_kv_heads: int

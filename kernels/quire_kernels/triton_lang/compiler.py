@@ -8,7 +8,7 @@ prints one JSON object per line.
 A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`. It lists its kernels with the
 types, constants and launch options of models with common shapes. Registers and bytes of local memory are read
 from the resource section of the cubin. Spill and tensor-core instructions are counted in its disassembly.
-TRITON_INTERPRET must not be set, because the interpreter does not compile.
+TRITON_INTERPRET must not be 1, because the interpreter does not compile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 @dataclass(frozen=True)
 class CompileCase:
-    """A kernel with everything, except the architecture, that determines its machine code."""
+    """A kernel with the types, constants and options with which it is compiled."""
 
     name: str
     kernel: Any
@@ -64,7 +64,7 @@ class CompileResult:
     spill_bytes: int
     """Bytes of stack and local memory per thread."""
     spill_instructions: int
-    """Number of loads from and stores to local memory."""
+    """Number of instructions that load from or store to local memory."""
     shared_bytes: int
     tensor_core_instructions: int
     needs_tensor_cores: bool
@@ -73,7 +73,8 @@ class CompileResult:
 
     @property
     def problems(self) -> list[str]:
-        """Reasons why the kernel would not run, or would be slow; empty: there are none."""
+        """Reasons why the kernel would not run or would be slow: a compiler error, no use of tensor cores
+        that it needs, or too much shared memory. Spilled registers are no reason."""
         if self.error is not None:
             return [self.error]
         found = []

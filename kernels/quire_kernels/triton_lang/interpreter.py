@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter compute as GPUs do.
+"""Corrects conversions and matrix products of Triton's interpreter.
 
 Triton 3.7's interpreter truncates where a GPU rounds to nearest even, and multiplies bfloat16 matrices as if
 their bits were integers. It multiplies with NumPy, whose BLAS, on some processors, sums a row differently

@@ -1,7 +1,7 @@
 """Low-rank adapters in the Triton language. One kernel computes A x in float32, another adds B times that.
 
 A program has a tile of tokens and one adapter, and ends at once if none of these tokens has that adapter. So
-nothing is sorted, nothing waits for the host, and a launch depends only on shapes.
+nothing is sorted, nothing waits for the host, and a launch does not depend on which adapters are used.
 Sums over parts of the inputs are added in order, and tiles do not depend on the number of tokens. So a row's
 result does not depend on other rows.
 """
@@ -22,10 +22,10 @@ interpreter.install()
 _BLOCK_TOKENS = 32
 _BLOCK_OUT = 64
 _PART_INPUTS = 512
-"""Least number of inputs that a program multiplies, unless the layer has fewer."""
+"""A layer's n inputs are divided into at most n / _PART_INPUTS parts, but at least one."""
 _MAX_PARTS = 8
 _STEP = 16
-"""Ranks that `_expand_kernel` multiplies at once. More would not fit in registers."""
+"""Number of ranks that `_expand_kernel` multiplies at once. More may not fit in registers."""
 _OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 

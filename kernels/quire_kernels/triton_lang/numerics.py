@@ -1,4 +1,5 @@
-"""Number formats in Triton: a conversion of e4m3 bits that is exact on every GPU and in the interpreter."""
+"""Number formats in Triton: a conversion of e4m3 bits that gives the same on every GPU and in the
+interpreter."""
 
 from __future__ import annotations
 

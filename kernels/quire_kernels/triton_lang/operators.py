@@ -1,4 +1,4 @@
-"""Registers the Triton-language kernels as implementation "triton" of the operators, without importing
+"""Registers the Triton-language kernels as implementation "triton" of their operators, without importing
 `triton`."""
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
 
 PRIORITY = 10
-"""Priority above the PyTorch reference, and below FlashInfer and CUDA C++."""
+"""Priority outside the interpreter: above the PyTorch reference, and below FlashInfer and CUDA C++."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 UNAVAILABLE = "it needs the package triton and a GPU of compute capability 8.0"
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """Whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def is_available() -> bool:
     """Whether `triton` is installed and the device has tensor cores for bfloat16. The interpreter needs no
-    such device. Sets TRITON_CACHE_DIR, if it is not set, to our own folder."""
+    such device. If `triton` is installed and TRITON_CACHE_DIR is not set, sets it to our own folder."""
     if importlib.util.find_spec("triton") is None:
         return False
     # What it compiles is executed: under our rule for such folders, and also where there is no home.
@@ -47,7 +47,8 @@ def register(
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     predicate: Callable[..., str | None],
 ) -> None:
-    """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton".
+    """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton" of
+    `operator`.
 
     With the interpreter, it is also registered for CPU tensors, and has the lowest priority.
     """

@@ -2,8 +2,8 @@
 
 Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter.
 Elsewhere, a shape that was never timed runs with its default. Results are kept in the cache folder, in one
-small JSON file (`cache.keep`) per device model, Triton version, kernel, source and shape. So a second start
-times nothing, and processes that tune at the same time do not disturb each other.
+small JSON file (`cache.keep`) per device model, Triton version, kernel, source and shape. So a later start
+need not time the same again, and processes that tune at the same time do not disturb each other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quire_kernels.triton_lang import operators
 logger = logging.getLogger("quire_kernels")
 
 _FLUSHED_BYTES = 256 << 20
-"""Bytes written to flush the level-2 cache, more than any has. In a model, weights come from memory, so they
-must when timed."""
+"""Bytes written to flush the level-2 cache, more than any such cache has. In a model, a kernel reads from
+memory, so it must do so when it is timed."""
 _TIMED_RUNS = 12
 
 
@@ -70,7 +70,7 @@ def kernel_key(kernel: str, source: str, shape: Mapping[str, int | str]) -> str:
 
 @functools.cache
 def source_hash(*paths: str) -> str:
-    """Returns a digest of the files that define a kernel and its candidates."""
+    """Returns a digest of the contents of files, such as those that define a kernel."""
     digest = hashlib.sha256()
     for path in paths:
         data = Path(path).read_bytes()
@@ -101,10 +101,10 @@ class Tuner:
         self.directory, self.device, self.version = directory, device, version
         self.timer, self.failures = timer, failures
         self.num_timed = 0
-        """Number of configurations that this process has timed."""
+        """Number of configurations that this tuner has timed or tried to time."""
         self._known: dict[str, Config] = {}
         self._absent: set[str] = set()
-        """Keys for which the disk has no entry."""
+        """Keys for which the disk had no entry when it was read."""
 
     def choose(
         self,
