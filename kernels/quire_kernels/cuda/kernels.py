@@ -39,8 +39,8 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Work of each thread block of an attention launch, planned on the device. Layers with the same batch,
-    window and shape share it."""
+    """Work of each thread block of an attention launch, planned on the device. Layers of a step with the
+    same window and shape usually share it."""
 
     items: torch.Tensor
     """int32 [num_items, 8]: `Item` structures of attention.cu."""
