@@ -1,4 +1,5 @@
-"""GroupedWeight: a matrix of integer codes. In each row, a group of neighbouring inputs has a scale."""
+"""GroupedWeight: a matrix of integer codes. In each row, each group of neighbouring inputs
+has a scale."""
 
 from __future__ import annotations
 

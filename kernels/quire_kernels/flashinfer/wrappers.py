@@ -7,7 +7,7 @@ num_kv_heads, page_size, head_dim], allows any stride between pages, if keys and
 
 Memory that no live token wrote must not affect results. After a sequence's end, FlashInfer uses zeros for
 values and masks scores by selection. Blocks before a sequence's window might only get weights of zero, and 0
-* NaN is NaN, so they are left out of the list of pages.
+* NaN is NaN, so they are left out of the list of blocks.
 """
 
 from __future__ import annotations
