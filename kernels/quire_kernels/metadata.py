@@ -81,7 +81,7 @@ class AttentionMetadata:
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     """Values that one layer computes and later layers of the step use; see `plan`."""
     shared_plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Values that do not depend on the blocks. `with_blocks` shares them with its result; see
+    """Values that do not depend on the blocks. Batches that `with_blocks` makes share them; see
     `shared_plan`."""
 
     def with_blocks(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> AttentionMetadata:

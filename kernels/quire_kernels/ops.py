@@ -412,8 +412,8 @@ def pack_linear(
             (`weights.quantize_rows`), but CUDA kernels do not quantise x. "w4a8" packs
             `weights.group_weight`. "fp8" quantises weights and, on GPUs whose fp8 products support the sizes,
             rows of 16-bit x at run time with a scale each; float32 results are then rounded to 16 bits in
-            between. "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and "w8a8",
-            in_features should be a multiple of their group.
+            between. "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and, except in CUDA
+            kernels, "w8a8", in_features must be a multiple of their group.
         dtype: type of x, needed if the weight is not a tensor; otherwise x has the weight's type.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
@@ -616,8 +616,7 @@ def mamba2(
 def route(
     logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses each token's experts, those with the largest scores within its groups, and computes their
-    shares.
+    """Chooses each token's experts by their scores, and computes their shares.
 
     Args:
         logits: float32 [num_tokens, num_experts], with one more column if the routing's shared expert is
