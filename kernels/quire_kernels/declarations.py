@@ -13,7 +13,8 @@ class Declarations:
     """Structures and functions of some sources, found by name.
 
     Their types may be float, signed integers of 32 or 64 bits, 32-bit enumerations, pointers (to anything)
-    and structures of the same sources. Any other type raises AssertionError, and so does an unknown name.
+    and structures of the same sources. Most other types raise AssertionError, and so does the name of an
+    unknown structure or kernel.
     """
 
     def __init__(self, text: str) -> None:
@@ -21,7 +22,7 @@ class Declarations:
         self._structures: dict[str, type[Structure]] = {}
 
     def structure(self, name: str) -> Any:
-        """Returns `struct name` as a ctypes class. Its fields must come before its functions."""
+        """Returns structure `name` as a ctypes class. Its fields must come before its functions."""
         if name not in self._structures:
             found = re.search(rf"struct {name} {{(.*?)\n}};", self._text, re.DOTALL)
             assert found, f"there is no structure {name}"
@@ -39,8 +40,8 @@ class Declarations:
         return self._structures[name]
 
     def functions(self, prefix: str) -> dict[str, tuple[Any, list[Any]]]:
-        """Returns, by name, (result type, argument types) of the functions whose names begin with `prefix`.
-        Result type None: void."""
+        """Returns, by name, (result type, argument types) of functions whose names begin with `prefix`.
+        Result type None: void. Functions that return pointers are left out."""
         found = re.findall(rf"^(\w+) ({prefix}\w+)\(([^)]*)\)", self._text, re.MULTILINE)
         return {
             name: (

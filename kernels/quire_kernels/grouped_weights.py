@@ -1,5 +1,5 @@
-"""GroupedWeight: a matrix of integer codes with a scale for each group of neighbouring inputs, as files store
-it."""
+"""GroupedWeight: a matrix of integer codes. In each row, each group of neighbouring inputs
+has a scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GroupedWeight:
     """Matrix of weights (scale * (value - zero) - minimum) * row_scale. The value is the code, or the entry
     of `table` for the code.
 
-    This form exists only until `ops.pack_linear` packs it. Each code takes one byte here.
+    `ops.pack_linear` packs it. Each code takes one byte here.
     """
 
     codes: torch.Tensor
@@ -34,7 +34,8 @@ class GroupedWeight:
     table: tuple[int, ...] | None = None
     """16 integers in [-128, 127], the values of four-bit codes; None: a code is its own value."""
     minimums: torch.Tensor | None = None
-    """Minimum of each group, with the shape and type of `scales`; None: nothing is subtracted."""
+    """Minimum of each group, which is subtracted, with the shape and type of `scales`; None: there is
+    none."""
     row_scales: torch.Tensor | None = None
     """float32 [out_features]: factor of each row, applied last; None: there is none."""
 
@@ -56,7 +57,7 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bit-packed codes, scales and other tensors."""
+        """Bytes of all tensors, if the codes were packed bit by bit."""
         others = (self.scales, self.minimums, self.row_scales)
         return math.prod(self.shape) * self.bits // 8 + sum(one.nbytes for one in others if one is not None)
 

@@ -1,4 +1,4 @@
-"""AttentionMetadata: the shape of one ragged batch, shared by the layers of a KV group in a step."""
+"""AttentionMetadata: the sequences of one ragged batch. Most layers of a KV group share it in a step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 T = TypeVar("T")
 SHORT_QUERY = 16
 """A batch has long queries (a fact of `attention_facts`) if a sequence has more new tokens than this.
-Implementations that read the context again for every few new tokens leave such batches to others."""
+The CUDA C++ kernels read the context again for every few new tokens, and leave such batches to others."""
 NO_SINKS = "no attention sinks"
-"""Reason why an implementation of `ops.paged_attention` without attention sinks cannot compute a call."""
+"""Reason why an implementation of `ops.paged_attention` does not support a call with attention sinks."""
 Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
 
 
@@ -30,8 +30,8 @@ def attention_facts(
     sinks: bool = False,
     joint: bool = False,
 ) -> dict[str, Any]:
-    """Returns the facts, besides device and type, by which an implementation of `ops.paged_attention` is
-    chosen."""
+    """Returns facts of a call, besides its device and type, by which an implementation of
+    `ops.paged_attention` is chosen."""
     return {
         "head_dim": head_dim,
         "num_groups": num_heads // num_kv_heads,
@@ -50,7 +50,7 @@ class AttentionMetadata:
     """Sequences of a ragged batch: which tokens belong to each, and where their keys and values are.
 
     Sequence i owns the batch rows [query_start_loc[i], query_start_loc[i + 1]). They are the last
-    query_lens[i] of its seq_lens[i] tokens. Prefill, chunked prefill and decode differ in these numbers only.
+    query_lens[i] of its seq_lens[i] tokens. Prefill, chunked prefill and decode differ in these numbers.
     """
 
     query_start_loc: torch.Tensor
@@ -58,8 +58,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     """int32 [num_seqs]: context length of each sequence, its new tokens included."""
     block_table: torch.Tensor
-    """int32 [num_seqs, max_blocks]: block ids. All must be valid ids, but blocks after a sequence's last one
-    and blocks entirely outside the window are never read."""
+    """int32 [num_seqs, max_blocks]: block ids. All must be valid ids, but attention reads no blocks after a
+    sequence's last one, and none that no new token sees."""
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: block_id * block_size + offset of each new token."""
     num_tokens: int
@@ -68,7 +68,7 @@ class AttentionMetadata:
     query_lens: list[int]
     """Number of new tokens of each sequence, on the host, so that CPU code and launch grids need no sync."""
     seq_lens_list: list[int]
-    """seq_lens on the host."""
+    """seq_lens on the host; 1 for each sequence while a decode step is recorded."""
     joint: torch.Tensor | None = None
     """bool [num_seqs], on the host: whether a sequence's new tokens see each other in both directions, as an
     image's tokens do in some models; None: no sequence's do."""
@@ -76,12 +76,13 @@ class AttentionMetadata:
         default=None, compare=False, repr=False
     )
     """Function to call instead of computing an attention, used to record the work between attentions. It gets
-    the queries, and a function that computes the attention for any batch. It returns the tensor, in the
-    queries' shape, that will hold the result. None: attention is computed."""
+    the queries, and a function that computes the attention for any batch. It returns a tensor, in the
+    queries' shape, that holds the result or will hold it later. None: attention is computed."""
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Values that implementations compute once per step and use in every layer; see `plan`."""
+    """Values that one layer computes and later layers of the step use; see `plan`."""
     shared_plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Values that do not depend on the blocks, shared by all KV groups of a step; see `shared_plan`."""
+    """Values that do not depend on the blocks. Batches that `with_blocks` makes share them; see
+    `shared_plan`."""
 
     def with_blocks(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> AttentionMetadata:
         """Returns the same batch with the blocks of another KV group."""
@@ -101,7 +102,7 @@ class AttentionMetadata:
         """Returns the value stored under `key`; the first call computes it.
 
         Args:
-            key: names the implementation and everything besides this batch that the value depends on.
+            key: names the use of the value and everything besides this batch that it depends on.
             make: computes the value.
         """
         if key not in self.plans:
@@ -110,8 +111,8 @@ class AttentionMetadata:
         return value
 
     def shared_plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns a value as `plan` does, shared by all KV groups. It must not depend on `block_table` or
-        `slot_mapping`."""
+        """Returns a value as `plan` does, which the results of `with_blocks` share. It must not depend on
+        `block_table` or `slot_mapping`."""
         if key not in self.shared_plans:
             self.shared_plans[key] = make()
         value: T = self.shared_plans[key]
@@ -119,7 +120,7 @@ class AttentionMetadata:
 
     def with_joint(self, spans: Sequence[tuple[int, int]]) -> AttentionMetadata:
         """Returns the batch in which the tokens of each span see each other in both directions. Each span
-        becomes a sequence of its own, and so do the tokens before and after it.
+        becomes a sequence of its own, and so do the tokens before and after it in the same sequence.
 
         Args:
             spans: batch rows [begin, end) of each span, ascending. Each lies in one sequence.
@@ -170,7 +171,7 @@ class AttentionMetadata:
         chunk's start.
 
         Args:
-            size: tokens in a chunk, a multiple of block_size. Chunks start at position 0 of a sequence.
+            size: tokens in a chunk, a multiple of block_size. The first chunk starts at position 0.
             block_size: tokens per block.
         """
         assert size % block_size == 0, (size, block_size)

@@ -1,7 +1,7 @@
 """The operators of the engine. Each chooses its implementation through the registry.
 
-KV cache: one allocation in which each block is contiguous. A block holds keys, values and scales of all
-layers that share a block table. The operators read a view of one layer, `[num_blocks, 2, num_kv_heads,
+KV cache: one allocation in which each block is contiguous. A block holds keys, values and scales, or states,
+of all layers that share a block table. Attention reads a view of one layer, `[num_blocks, 2, num_kv_heads,
 block_size, head_dim]`, with keys at index 0 of the second dimension and values at 1; or a `QuantizedKV` of
 such a view and its scales. A token's slot is `block_id * block_size + offset`. If values are the keys, as in
 latent attention, both indices are the same memory (a stride of 0).
@@ -54,7 +54,7 @@ def paged_attention(
     """Computes causal attention of a ragged batch over its paged context, for prefill, decode and any
     mixture.
 
-    Keys and values of the new tokens must already be in the cache (`write_kv`). The token at position p sees
+    Keys and values of the new tokens must already be in `kv_layer` (`write_kv`). The token at position p sees
     the positions (p - sliding_window, p], or [0, p] without a window. New tokens of a joint sequence
     (`AttentionMetadata.joint`) also see all positions after their own.
 
@@ -127,7 +127,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_map
     even. If a head of a token contains a NaN or an infinity, all of that head is NaN when read.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_dim], already rotated.
+        key: [num_tokens, num_kv_heads, head_dim], already rotated if the layer rotates keys.
         value: the same shape.
         kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], plain or quantised; written in place.
         slot_mapping: int64 [num_tokens]; every slot is valid, and no two tokens share one, except padding.
@@ -195,7 +195,8 @@ def _norm_rope_write(
     kv_layer: KVLayer,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes `norm_rope_write` by separate operators, each with its best implementation."""
+    """Computes `norm_rope_write` by separate operators, each with the implementation that the registry
+    chooses."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     sizes = [num_heads, num_kv_heads]
     rotated, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -220,8 +221,8 @@ def copy_blocks(blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes x / rms(x) * weight over the last dimension, in x's type, which `weight` has too. The mean of
-    squares is float32."""
+    """Computes x / rms(x) * weight over the last dimension, in x's type, which `weight` has too. `eps` is
+    added to the mean of squares, which is float32."""
     function = registry.select("rms_norm", x.device.type, x.dtype, size=x.shape[-1])
     out: torch.Tensor = function(x, weight, eps, None)[0]
     return out
@@ -365,8 +366,8 @@ def packed_bytes(
     quantization: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Returns the bytes that `pack_linear` will keep of a weight on this type of device, without the padding
-    of its last tile. It supposes that GPUs have the CUDA kernels. Other arguments are those of `pack_linear`.
+    """Estimates the bytes that `pack_linear` will keep of a weight on this type of device, without padding.
+    It supposes that GPUs have the CUDA kernels. Other arguments are those of `pack_linear`.
 
     Args:
         weight: see `pack_linear`. It may be on torch's "meta" device, because its values do not matter.
@@ -409,10 +410,10 @@ def pack_linear(
         quantization: quantisation of a weight that is a tensor, see `weights.quantize_weight`; None: none.
             "int8" and "int4" quantise weights. "w8a8" is "int8" with rows of x quantised at run time
             (`weights.quantize_rows`), but CUDA kernels do not quantise x. "w4a8" packs
-            `weights.group_weight`. "fp8" quantises weights and, on GPUs with fp8 products, rows of 16-bit x
-            at run time with a scale each; float32 results are then rounded to 16 bits in between.
-            "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and "w8a8", in_features must
-            be a multiple of their group.
+            `weights.group_weight`. "fp8" quantises weights and, on GPUs whose fp8 products support the sizes,
+            rows of 16-bit x at run time with a scale each; float32 results are then rounded to 16 bits in
+            between. "fp8_weights" quantises weights only, for logits. With "int4", "w4a8" and, except in CUDA
+            kernels, "w8a8", in_features must be a multiple of their group.
         dtype: type of x, needed if the weight is not a tensor; otherwise x has the weight's type.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
@@ -483,8 +484,8 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     activation: str | None = "silu",
 ) -> torch.Tensor:
-    """Computes a causal convolution of each channel over the tokens of its sequence, by default
-    followed by SiLU.
+    """Computes a causal convolution of each channel over the tokens of each sequence, by default followed by
+    SiLU.
 
     Sums and SiLU are float32; the result is rounded once.
 
@@ -530,11 +531,11 @@ def gated_delta_rule(
         S = decay * S;  S = S + k (rate * (v - k S));  output = q S / sqrt(key_dim)
 
     where decay = exp(-exp(log_decay) * softplus(a + step_bias)) and rate = sigmoid(b). Everything is float32;
-    the output is rounded once. A token's bits depend on the earlier tokens of its sequence, not on how they
-    were divided into batches.
+    the output is rounded once. Except in the reference implementation, a token's bits do not depend on how
+    the tokens of its sequence were divided into batches.
 
     Args:
-        query: [num_tokens, num_key_heads, key_dim], of any length; tokens may have any stride.
+        query: [num_tokens, num_key_heads, key_dim], vectors of any length; tokens may have any stride.
         key: the same shape.
         value: [num_tokens, num_heads, value_dim]; num_heads is a multiple of num_key_heads, consecutive heads
             share a key head.
@@ -580,11 +581,12 @@ def mamba2(
         S = exp(-exp(log_decay) * dt) * S + b (dt * x);  sum = c S + skip * x
 
     The sums are multiplied by silu(gate). Their channels are then divided by the root mean square of their
-    group, and multiplied by the norm's scale. Everything is float32; the output is rounded once. A token's
-    bits depend on the earlier tokens of its sequence, not on how they were divided into batches.
+    group, and multiplied by the norm's scale. Everything is float32; the output is rounded once. Except in
+    the reference implementation, a token's bits do not depend on how the tokens of its sequence were divided
+    into batches.
 
     Args:
-        x: [num_tokens, num_heads, head_dim]; tokens may have any stride, here and in all others.
+        x: [num_tokens, num_heads, head_dim]; tokens may have any stride, here and in b, c, step and gate.
         b: [num_tokens, num_groups, state_dim]; num_heads is a multiple of num_groups, and consecutive heads
             share a group.
         c: the same shape.
@@ -614,7 +616,7 @@ def mamba2(
 def route(
     logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the experts with the largest scores for each token, and computes their shares.
+    """Chooses each token's experts by their scores, and computes their shares.
 
     Args:
         logits: float32 [num_tokens, num_experts], with one more column if the routing's shared expert is
@@ -625,7 +627,7 @@ def route(
 
     Returns:
         int64 [num_tokens, num_routes]: experts in descending order of the scores that decided; of equal ones
-        (also among groups), the first comes first. float32 [num_tokens, num_routes]: their shares. The shared
+        (also among groups), the first comes first. float32 [num_tokens, num_routes]: their shares. A shared
         expert comes last; its number is num_experts. A token with a NaN logit gets any experts; at least one
         of its shares is NaN.
     """
@@ -639,13 +641,13 @@ def pack_experts(
 ) -> PackedExperts:
     """Joins the packed experts of a layer into one operator, `moe`.
 
-    Each token goes through its experts' gate_up (gated, with its activation) and down. An expert without
-    tokens is not read. (Shazeer et al., 2017, arXiv 1701.06538; Fedus et al., 2021, arXiv 2101.03961.)
+    Each token goes through its experts' gate_up (with its activation) and down. An expert without tokens is
+    not read. (Shazeer et al., 2017, arXiv 1701.06538; Fedus et al., 2021, arXiv 2101.03961.)
 
     Args:
-        gate_up: each expert's gate and up projection, from hidden_size to its inner size. A shared expert
-            comes last. The result may keep them.
-        down: each expert's down projection, from its inner size to hidden_size.
+        gate_up: each expert's gate and up projection, from x's size to the expert's inner size. A shared
+            expert comes last. The result may keep them.
+        down: each expert's down projection, from its inner size to x's size.
         device_type: type of the device that holds them.
         dtype: type of x.
     """
@@ -658,7 +660,7 @@ def pack_experts(
 def _facts(
     weight: torch.Tensor | GroupedWeight | BlockWeight | QuantizedRows, activation: str | None, **others: Any
 ) -> dict[str, Any]:
-    """Returns the facts on which implementations of a linear layer may depend."""
+    """Returns the facts, besides device and type, on which implementations of a linear layer may depend."""
     return {
         "in_features": weight.shape[1],
         "out_features": weight.shape[0],

@@ -1,4 +1,5 @@
-"""QuantizedKV: a layer's keys and values in eight bits, with one scale per token and KV head."""
+"""QuantizedKV: a layer's keys and values in eight bits. A token's key and value in a KV head
+have a scale each."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 SCALE_DTYPE = torch.bfloat16
-"""Type of the scales. It has float32's range in two bytes, so that no key or value is too large or too small.
-The short mantissa costs no precision, because numbers are divided by the rounded scale."""
+"""Type of the scales. It has float32's range in two bytes, for very large and very small keys and values. The
+short mantissa costs hardly any precision, because numbers are divided by the rounded scale."""
 
 KV_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """Number by which the GPU kernels know each quantised cache type; 0 means a plain cache."""

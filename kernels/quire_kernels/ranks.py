@@ -1,5 +1,5 @@
 """Ranks: the processes that compute one model together (tensor parallelism, arXiv 1909.08053). Each computes
-a part of every layer."""
+a part of most layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ limit is for failures that neither notices."""
 class Ranks:
     """Number of processes that compute a model, and this process's rank.
 
-    All ranks must call the same collectives in the same order. The results are bitwise equal on all ranks.
+    All ranks must call the same collectives in the same order. These have bitwise equal results on all ranks.
     """
 
     rank: int = 0
@@ -59,7 +59,7 @@ class Ranks:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def least(self, number: int, device: torch.device) -> int:
-        """Returns the smallest number of all ranks. It waits until every rank has called it."""
+        """Returns the smallest `number` of all ranks, and waits until every rank has called this."""
         if self.size == 1:
             return number
         numbers = torch.tensor([number], device=device)

@@ -18,7 +18,7 @@ TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "F
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUANTIZED_HEAD_DIMS = (64, 128, 256)
 MAX_ROW_BYTES = 1024 * 4 * 16
-"""Most bytes of a row that `rms_norm` normalises: each of 1024 threads holds 4 vectors of 16 bytes."""
+"""Bytes of a row that the kernel of `rms_norm` can hold: 1024 threads with 4 vectors of 16 bytes each."""
 MAX_CHUNKS = 32
 _ROWS = 16
 _ATTENTION_THREADS = 128
@@ -27,8 +27,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def attention_shared_bytes(head_dim: int, cache: int) -> int:
-    """Returns the bytes of dynamic shared memory that a block of attention.cu needs. `cache`: see
-    `compiler.attention_unit`."""
+    """Returns the bytes of dynamic shared memory that a thread block of attention.cu's kernel `attention`
+    needs. `cache`: see `compiler.attention_unit`."""
     tile, element = 32 if head_dim > 128 else 64, 1 if cache else 2
     row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 192
     stages = 4 if cache else 3
@@ -39,23 +39,23 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Work of each block of an attention launch. It is planned on the device. Layers of a step with the same
-    window and shape share it."""
+    """Work of each thread block of an attention launch, planned on the device. Layers of a step with the
+    same window and shape usually share it."""
 
     items: torch.Tensor
     """int32 [num_items, 8]: `Item` structures of attention.cu."""
     starts: torch.Tensor
-    """int32 [num_blocks, 4]: where each block's run of chunks begins."""
+    """int32 [num_blocks, 4]: where each thread block's run of chunks begins."""
     total: torch.Tensor
     """int32 [1]: number of tiles of all items and heads."""
     tickets: torch.Tensor
-    """int32 [num_blocks]: counters that a launch uses; zero before and after it."""
+    """int32 [num_blocks]: counters that an attention launch uses; zero before and after it."""
     states: torch.Tensor
     """float32 [num_blocks, MAX_CHUNKS, rows, head_dim + 2]: scratch memory, used by one layer at a time."""
 
 
 class Kernels:
-    """Functions of the operators, in the form in which the registry calls them."""
+    """Functions of operators, in the form in which the registry calls them, and `quantize_rows`."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -69,7 +69,8 @@ class Kernels:
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `ops.paged_attention`. Fast for few new tokens per sequence, correct for any number."""
+        """See `ops.paged_attention`, without sinks and joint sequences. Fast for few new tokens per sequence,
+        correct for any number."""
         data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
         _, _, num_kv_heads, block_size, head_dim = data.shape
         num_heads = query.shape[1]
@@ -240,8 +241,8 @@ class Kernels:
 
         Returns:
             float8_e4m3fn [n, size], rounded to nearest even, and float32 [n, 1]. A value is about code *
-            scale. A row's scale is its largest magnitude / 448, and at least the smallest normal number. Rows
-            with NaN or infinities get zeros and a NaN scale.
+            scale. A row's scale is its largest magnitude / 448, and at least float32's smallest normal
+            number. Rows with NaN or infinities get zeros and a NaN scale.
         """
         rows = aligned_rows(x)
         count, size = rows.shape
@@ -298,16 +299,16 @@ class Kernels:
         return out
 
     def _launch_rows(self, kernel: str, x: torch.Tensor, values: tuple[Any, ...]) -> None:
-        """Launches a kernel of sampling.cu with a block per row. With more rows than multiprocessors, blocks
-        have half as many threads, so that two of them run on one multiprocessor."""
+        """Launches a kernel of sampling.cu with a thread block per row. With more rows than multiprocessors,
+        blocks have half as many threads, so that a multiprocessor can run two of them."""
         threads = 512 if x.shape[0] > self.launcher.multiprocessors(x.device) else 1024
         if x.shape[0]:
             self.launcher.launch(x.device, Unit("sampling"), kernel, (x.shape[0], 1), threads, values)
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [..., size] as [n, size], each row contiguous and aligned to 16 bytes; a copy if x is not so.
-    The bytes of `size` numbers must be a multiple of 16."""
+    """Returns x [..., size] as [n, size], each row contiguous and aligned to 16 bytes. It may be a copy. The
+    bytes of `size` numbers must be a multiple of 16."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
     # A single row is contiguous already: `contiguous` would leave it where it is.
@@ -315,8 +316,8 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_attend(**facts: Any) -> str | None:
-    """Returns why `Kernels.paged_attention` does not support this cache, head size, block size or sinks;
-    None: it does."""
+    """Returns why `Kernels.paged_attention` does not support a call's cache type, head size, block size or
+    sinks; None: it supports them."""
     if facts.get("sinks"):
         return NO_SINKS
     kv_dtype, block_size = facts.get("kv_dtype"), facts.get("block_size", 16)
@@ -333,8 +334,8 @@ def why_not_attend(**facts: Any) -> str | None:
 
 
 def why_not_write(**facts: Any) -> str | None:
-    """Returns why `norm_rope_write`, `write_kv` and `rope` do not support this cache or head size; None: they
-    do."""
+    """Returns why `norm_rope_write`, `write_kv` and `rope` do not support a call's cache type or head size;
+    None: they support them."""
     kv_dtype = facts.get("kv_dtype")
     if kv_dtype is not None and kv_dtype not in {**TYPES, **KV_KINDS}:
         return f"no cache of {kv_dtype}"
@@ -342,13 +343,14 @@ def why_not_write(**facts: Any) -> str | None:
 
 
 def why_not_keep_row(**facts: Any) -> str | None:
-    """Returns why rows of `size` numbers, of any type, do not consist of whole vectors that the threads of
-    one block can hold; None: they do."""
+    """Returns why rows of `size` numbers are not supported; None: they are. In each of TYPES, a row must
+    consist of whole vectors, and the threads of one thread block must be able to hold it."""
     if facts["size"] * 4 > MAX_ROW_BYTES:
         return f"size must be at most {MAX_ROW_BYTES // 4}"
     return why_not_gate(**facts)
 
 
 def why_not_gate(**facts: Any) -> str | None:
-    """Returns why rows of `size` numbers do not consist of whole vectors; None: they do."""
+    """Returns why rows of `size` numbers are not supported; None: they are. In each of TYPES, a row must
+    consist of whole vectors."""
     return None if facts["size"] % 8 == 0 else "size must be a multiple of 8"

@@ -1,7 +1,6 @@
-"""Launches kernels on the current device and stream, through the CUDA driver.
+"""Launches kernels in torch's current stream of a device, through the CUDA driver.
 
-The driver is called with ctypes: a launch takes a few microseconds, and it does not depend on a binding's
-version.
+The driver is called with ctypes. Such a call takes a few microseconds, and depends on no binding's version.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _SHARED, _LOCAL, _REGISTERS = 1, 3, 4
 _INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT"""
 FREE_SHARED = 48 << 10
-"""Bytes of shared memory that a block may use without a special attribute."""
+"""Bytes of shared memory that a thread block may use without a special attribute."""
 
 
 class Launcher:
-    """Launches kernels in torch's current stream. Tests replace the driver by an emulation."""
+    """Launches kernels in torch's current stream. A subclass in the tests emulates a GPU."""
 
     def multiprocessors(self, device: torch.device) -> int:
         """Returns the number of the device's multiprocessors."""
@@ -52,12 +51,12 @@ class Launcher:
             device: device of the tensors in `values`.
             unit: source that defines the kernel.
             kernel: name of the kernel.
-            grid: number of blocks in x and y.
-            threads: threads per block.
+            grid: number of thread blocks in x and y.
+            threads: threads per thread block.
             values: fields of the kernel's one parameter structure, in order: numbers, tensors for pointers
                 (None for null), tuples for structures. Tensors may be freed after the launch, because torch's
                 allocator keeps the stream's order.
-            shared_bytes: bytes of dynamic shared memory per block.
+            shared_bytes: bytes of dynamic shared memory per thread block.
 
         Raises:
             CompileError: the kernel cannot be compiled, or there is no driver.
@@ -133,8 +132,8 @@ def ensure_context(device: int) -> None:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """Returns NVRTC's name of the device's architecture: "sm_80", or "sm_90a" on Hopper, where "a" stands for
-    features that only Hopper has."""
+    """Returns NVRTC's name of the device's architecture, such as "sm_80". On Hopper it is "sm_90a", where "a"
+    stands for features that only Hopper has."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 

@@ -1,9 +1,9 @@
-"""Linear layers on GPUs. Plain weights use cuBLAS through torch, followed by our gate kernel. Quantised
-weights use linear.cu.
+"""Linear layers on GPUs. Plain weights use cuBLAS through torch, followed by our gate kernel if the layer is
+gated. Weights of most quantisations use linear.cu.
 
-If torch can multiply fp8 by fp8 here, x has 16 bits and W's sizes are multiples of FLOAT8_MULTIPLE, "fp8"
-uses that product and quantises the rows of x at run time. From some 16 rows on this is faster than linear.cu,
-up to four times with many rows. Otherwise only the weights are quantised.
+If the GPU and torch can multiply fp8 by fp8, x has 16 bits and W's sizes are multiples of FLOAT8_MULTIPLE,
+"fp8" uses that product and quantises the rows of x at run time. From some 16 rows on this is faster than
+linear.cu, up to four times with many rows. Otherwise "fp8" quantises only the weights.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quire_kernels.weights import FP8, INT4_GROUP, PackedLinear, QuantizedRows, 
 logger = logging.getLogger("quire_kernels")
 
 MAX_ROWS = 64
-"""Most rows of 16-bit x for which kernels read the codes directly. With more rows, or float32 x, weights are
-dequantised and cuBLAS multiplies."""
+"""Most rows of 16-bit x for which a QuantizedLinear multiplies with the codes. With more rows, or float32 x,
+it dequantises its weights and cuBLAS multiplies."""
 CODES = {"int8": "INT8", "w8a8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
 """Name of the codes of each quantisation in numbers.cuh (`Codes`)."""
 FLOAT8_CAPABILITY = (9, 0)
-"""Least compute capability whose fp8 products take a scale per row for both operands."""
+"""Least compute capability of a GPU on which Float8Linear is used."""
 FLOAT8_MULTIPLE = 16
 """Both sizes of a matrix must be multiples of this in products of fp8 by fp8."""
 _MAX_TOKENS = 32
-"""Most tokens (rows of x) that one launch computes."""
+"""Most tokens (rows of x) that one launch of a product with codes computes."""
 # As linear.cu has them.
 _WARPS, _WIDEN_WARPS, _WIDEN_TILES = 4, 8, 4
 _GROUP = 32
@@ -64,7 +64,7 @@ def pack(
 
 
 class Linear(TorchLinear):
-    """See `ops.pack_linear`. Uses cuBLAS, which is the fastest for plain weights with any number of rows."""
+    """See `ops.pack_linear`. Multiplies plain weights with cuBLAS."""
 
     def __init__(
         self,
@@ -195,8 +195,7 @@ class QuantizedLinear(_CodedLinear):
         self.kernels.launcher.launch(x.device, self._unit, f"linear_{count}", grid, 32 * _WARPS, values)
 
     def _widened(self) -> torch.Tensor:
-        """Returns the dequantised weights [num_rows, in_features] in x's type. They are computed each time,
-        so only one layer's exist at once."""
+        """Returns the dequantised weights [num_rows, in_features] in x's type. Each call computes them."""
         out = torch.empty((self.num_rows, self.in_features), dtype=self.dtype, device=self.codes.device)
         grid = (self._row_tiles, -(-self._input_tiles // (_WIDEN_WARPS * _WIDEN_TILES)))
         name = "widen_float32" if self.dtype == torch.float32 else "widen"
@@ -245,7 +244,7 @@ class Float8Linear(_CodedLinear):
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether the device's capability allows `float8_product`."""
+    """Whether the device is a GPU with a compute capability of at least FLOAT8_CAPABILITY."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
@@ -254,8 +253,8 @@ def float8_result(device: torch.device, dtype: torch.dtype) -> torch.dtype | Non
     """Returns the type in which `float8_product` gives its result for rows of `dtype`: `dtype` itself, or
     bfloat16 if torch does not support that.
 
-    None: torch has no such product. The first call tries products, so it must not be made while a graph is
-    recorded.
+    None: torch computes no such product here. The first call tries it, so that call must not be made while a
+    graph is recorded.
     """
     ones = torch.ones((128, 128), device=device)
     scales, codes, reason = ones[:, :1].contiguous(), ones.to(FP8), ""
@@ -339,14 +338,14 @@ def product(
 
 
 def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiplies matrices of 16-bit numbers into float32 [n, out_features]. Tests replace it by a version for
-    CPUs."""
+    """Computes x W^T of matrices of 16-bit numbers, float32 [n, out_features]. Tests replace it by a version
+    for CPUs."""
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 @functools.cache
 def can_widen(device_type: str) -> bool:
-    """Whether `float32_product` is supported: on CUDA, from torch 2.8 on."""
+    """Whether torch supports `float32_product` on devices of this type. The first call tries it."""
     one = torch.ones((16, 16), dtype=torch.bfloat16, device=device_type)
     try:
         float32_product(one, one)
@@ -362,9 +361,9 @@ def why_not_pack(
     quantization: str | None = None,
     **_: object,
 ) -> str | None:
-    """Returns why `pack` does not support a matrix W of this shape; None: it does. Quantised rows must
-    consist of whole vectors (int4: whole groups). With gates, half of W's rows must be whole tiles, or whole
-    vectors if W is not quantised."""
+    """Returns why `pack` does not support a matrix W of this shape with this quantisation; None: it does.
+    Quantised rows must consist of whole vectors (int4: whole groups). With gates, half of W's rows must be
+    whole tiles, or whole vectors if W is not quantised."""
     if quantization is not None:
         if quantization not in CODES:
             return f"no kernels for {quantization}"

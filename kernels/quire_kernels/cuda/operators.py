@@ -1,9 +1,9 @@
-"""Registers the CUDA kernels as implementation "cuda" of the operators.
+"""Registers the CUDA kernels as implementation "cuda" of many operators.
 
-Implementations are preferred in the order CUDA C++, FlashInfer (attention only), Triton language, PyTorch. If
-a kernel cannot be compiled or loaded, this is logged once and the next implementation is used. For that, a
-kernel is compiled for one type when its operator is first selected. For other types, it is compiled at its
-first launch.
+Implementations are preferred in the order CUDA C++, FlashInfer (attention only), Triton language, PyTorch.
+When an operator is first selected for a kind of call, its kernel is compiled for one type. If it cannot be
+compiled or loaded, this is logged once and the next implementation is used, unless "cuda" was asked for by
+name. Other kernels, and kernels for other types, are compiled at their first launch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _FLOATS = (*_HALVES, torch.float32)
 
 @functools.cache
 def is_available() -> bool:
-    """Whether NVRTC's binding is installed and there is a GPU of at least CAPABILITY."""
+    """Whether NVRTC's binding is installed and the current device is a GPU of at least CAPABILITY."""
     return is_installed() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
 
 
 @functools.cache
 def compiles(unit: Unit, kernel: str, shared_bytes: int = 0) -> bool:
-    """Whether a kernel can be compiled and loaded for the current device. If not, logs a warning with the
-    reason once."""
+    """Whether a kernel can be compiled and loaded for the current device. If not, the first call logs a
+    warning with the reason."""
     try:
         loaded(unit, kernel, torch.cuda.current_device(), shared_bytes)
     except (CompileError, RuntimeError, OSError) as error:
@@ -60,14 +60,15 @@ def register(
     dtypes: tuple[torch.dtype, ...] = _FLOATS,
     leaves: tuple[str, ...] = (),
 ) -> None:
-    """Registers an implementation of an operator.
+    """Registers implementation "cuda" of an operator.
 
     Args:
         operator: name of the operator.
         function: computes it.
         probe: returns, from the call's facts, the (unit, kernel, bytes of dynamic shared memory) that must
             compile. One type stands for several, because facts do not include the operands' type.
-        shapes: returns why the kernels do not support the call's facts, or None; None: they support all.
+        shapes: function that returns why the kernels do not support a call's facts, or None if they do. If
+            `shapes` itself is None, they support all facts.
         dtypes: types of the operands; empty: any.
         leaves: see `registry.Implementation`.
     """

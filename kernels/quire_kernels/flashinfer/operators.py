@@ -1,8 +1,8 @@
 """Registers FlashInfer as implementation "flashinfer" of `paged_attention`.
 
 If an installed FlashInfer cannot be imported, or cannot compute attention of a shape, this is logged once and
-the next implementation is used. FlashInfer plans a batch on the host, so CUDA graphs cannot record it: see
-`Implementation.is_recordable`.
+the next implementation is used, unless "flashinfer" was asked for by name. FlashInfer plans a batch on the
+host, so a CUDA graph that recorded it would not fit other batches: see `Implementation.is_recordable`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def why_unavailable() -> str | None:
 def why_it_fails(
     head_dim: int, num_groups: int, block_size: int, dtype: torch.dtype, has_window: bool, has_softcap: bool
 ) -> str | None:
-    """Returns the error that FlashInfer has with attention of this shape here; None: it computes it. The
-    first call tries a prompt of two tokens, for which FlashInfer compiles its prefill kernel. It logs a
+    """Returns the error that FlashInfer has with attention of this shape here; None: there is no error. The
+    first call for a shape tries a prompt of two tokens, which needs FlashInfer's prefill kernel, and logs a
     warning if that fails."""
     shape = Shape(
         num_heads=num_groups,
@@ -118,7 +118,7 @@ def paged_attention(
     softcap: float | None,
 ) -> torch.Tensor:
     """Computes `ops.paged_attention`. If FlashInfer fails to plan the batch, the best other implementation
-    does."""
+    computes it."""
     assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
     shape = Shape.from_tensors(query, kv_layer, scale, sliding_window, softcap)
     plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))

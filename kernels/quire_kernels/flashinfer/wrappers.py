@@ -1,13 +1,13 @@
 """FlashInfer's wrappers over our paged cache: how a batch is described to them, and which plan owns a
 wrapper.
 
-A batch is described once per step, KV group and `Shape` (`plan_batch`), and computed once per layer
+A batch is described once per AttentionMetadata and `Shape` (`plan_batch`), and computed once per layer
 (`Plan.run`). A layer of the cache is passed without a copy: FlashInfer's layout "HND", [num_pages, 2,
 num_kv_heads, page_size, head_dim], allows any stride between pages, if keys and values have the same one.
 
 Memory that no live token wrote must not affect results. After a sequence's end, FlashInfer uses zeros for
 values and masks scores by selection. Blocks before a sequence's window might only get weights of zero, and 0
-* NaN is NaN, so they are left out of the list of pages.
+* NaN is NaN, so they are left out of the list of blocks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         return self.num_heads // self.num_kv_heads >= TENSOR_CORE_GROUPS
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `plan` that both wrappers have."""
+        """Returns keyword arguments that `plan` of both wrappers takes."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -78,22 +78,22 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages of each sequence's keys and values that its new tokens see.
+    """Blocks of each sequence's keys and values that its new tokens see. FlashInfer calls blocks pages.
 
-    Arrays that FlashInfer reads on the host are on the host. With a GPU they are pinned, so that neither the
-    host waits for the device nor the device for a copy.
+    Arrays that FlashInfer reads on the host are on the host. With a GPU they are pinned, so that the host
+    need not wait while they are copied.
     """
 
     query_starts: torch.Tensor
     """int32 [num_seqs + 1], host: `query_start_loc`."""
     starts: torch.Tensor
-    """int32 [num_seqs + 1], host: sequence i has the pages indices[starts[i]:starts[i + 1]]."""
+    """int32 [num_seqs + 1], host: sequence i has the blocks indices[starts[i]:starts[i + 1]]."""
     indices: torch.Tensor
     """int32 [starts[-1]], on the device: block ids."""
     last_lens: torch.Tensor
-    """int32 [num_seqs], host: tokens in each sequence's last page, from 1 to the page size."""
+    """int32 [num_seqs], host: tokens in each sequence's last block, from 1 to the block size."""
     lens: torch.Tensor
-    """int32 [num_seqs], host: tokens in all pages of each sequence."""
+    """int32 [num_seqs], host: tokens in the blocks of each sequence in `indices`."""
 
     @classmethod
     def from_metadata(cls, meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> Pages:
@@ -208,11 +208,11 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
 
 
 def _pop_free(pool: deque[_Slot]) -> _Slot | None:
-    """Removes and returns a wrapper that can be planned again; None: there is none, or the device still needs
-    their plans.
+    """Removes and returns a slot whose wrapper can be planned again; None: there is no slot, or the device
+    has not yet copied the latest plan of any of their wrappers.
 
-    The host must not wait for the device when it launches a step ahead, so the caller makes a new wrapper
-    then.
+    The host must not wait for the device when it launches a step ahead, so a caller that gets None makes a
+    new wrapper.
     """
     for _ in range(len(pool)):
         try:
@@ -227,7 +227,7 @@ def _pop_free(pool: deque[_Slot]) -> _Slot | None:
 
 @functools.cache
 def _pool(device: torch.device, is_decode: bool, uses_tensor_cores: bool) -> deque[_Slot]:
-    """Returns the wrappers that no plan uses."""
+    """Returns the slots of wrappers of this kind that no plan uses."""
     return deque()
 
 

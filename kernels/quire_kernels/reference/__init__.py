@@ -1,4 +1,4 @@
-"""PyTorch implementations of the operators, for any device. They define each operator's meaning. That of
+"""PyTorch implementations of the operators, for any device. They define each operator's meaning. The one of
 `norm_rope_write` is in `ops`."""
 
 from quire_kernels.reference import (

@@ -1,13 +1,14 @@
 """Paged attention in PyTorch: decode rows together, longer queries tile by tile.
 
-Rows with one new token are grouped by context length. A group's blocks are gathered into one padded tensor
+Sequences with one new token are grouped by context length. A group's blocks are gathered into padded tensors
 and computed with two batched products. Longer queries, and contexts too long to gather at once, use an online
 softmax over tiles of keys, so scratch memory grows with the tile and not with the square of the context.
 Tiles of keys begin at multiples of their size, however a prompt is cut into chunks. Only the first tile of a
 sliding window begins at the window's first block.
 
-Quantised keys and values are gathered in eight bits. There is one scale per position and head. It is applied
-to the scores and the softmax's weights, because the data are head_dim times larger.
+Quantised keys and values are gathered in eight bits. Each has one scale per position and head. Scales of keys
+are applied to the scores, scales of values to the softmax's weights, because the data are head_dim times
+larger.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from quire_kernels.registry import implementation
 _Ints = npt.NDArray[np.int64]
 
 GATHER_BYTES = 64 * 2**20
-"""Most bytes of keys and values, counted as float32, that are gathered at once. A longer context is computed
-tile by tile."""
+"""Most bytes of keys and values, counted as float32, that a group of decode rows gathers. A longer context is
+computed tile by tile."""
 CPU_GROUP_BYTES = 4 * 2**20
-"""Most bytes, counted as float32, that a group of several decode rows gathers on the CPU. The copy then stays
-in the CPU cache, and in memory that the allocator keeps (mapping new pages costs more than the copy)."""
+"""Most bytes, counted as float32, that a group of several decode rows gathers on the CPU. The copy then
+usually stays in the CPU cache, and in memory that the allocator keeps (mapping new memory costs more than the
+copy)."""
 QUERY_TILE = 512
 """Most query rows of one sequence that are computed together."""
 KEY_TILE = 512
-"""Positions in a tile of keys, rounded down to whole blocks, but at least one block."""
+"""Positions in a full tile of keys, rounded down to whole blocks, but at least one block."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class _DecodeGroup:
     seen."""
     unwritten: tuple[Any, ...] | None
     """Index into [n, num_kv_heads, num_blocks * block_size, any] of gathered slots that the row's sequence
-    has not written; None: there are none."""
+    may not have written; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,11 @@ class _QueryTile:
 @dataclass(frozen=True)
 class _Plan:
     """How a batch is computed, whichever blocks its tokens are in. KV groups with the same window and block
-    shape share a plan."""
+    shape usually share a plan."""
 
     decode: list[_DecodeGroup]
     places: torch.Tensor
-    """int64 [sum of n * num_blocks]: indices, in the flattened block table, of the blocks of `decode`."""
+    """int64 [sum of n * num_blocks over `decode`]: indices, in the flattened block table, of its blocks."""
     tiles: list[_QueryTile]
 
 
@@ -134,7 +136,7 @@ def paged_attention(
 
 
 class _Context(NamedTuple):
-    """Keys and values of consecutive blocks, in float32."""
+    """Keys and values of gathered blocks, in float32."""
 
     key: torch.Tensor
     """[..., num_kv_heads, num_blocks * block_size, head_dim]; not yet multiplied by the scale if
@@ -228,7 +230,7 @@ def _to_float(data: torch.Tensor) -> torch.Tensor:
 
     The bits of an e4m3 number are moved to float16's places: 4 bits of exponent to the lower ones of 5, 3 of
     mantissa to the upper ones of 10. That is a float16 number whose exponent is 8 less, also if subnormal.
-    NaN becomes 480 / 256, with its sign. On the CPU this is 4 times as fast as PyTorch's own conversion.
+    NaN becomes 480 / 256, with its sign. On the CPU this is faster than PyTorch's own conversion.
     """
     if data.dtype == torch.int8:
         return data.float()
@@ -340,8 +342,8 @@ def _place(plan: _Plan, block_table: torch.Tensor) -> _PlacedPlan:
 def _make_plan(
     meta: AttentionMetadata, block_size: int, block_bytes: int, sliding_window: int | None
 ) -> _Plan:
-    """Makes a plan from the lengths, the block table's width and the device; it does not read the table's
-    content."""
+    """Makes a plan from a batch's lengths, `joint`, and the block table's width and device; it does not read
+    the table's content."""
     device = meta.block_table.device
     query_lens, seq_lens = np.array(meta.query_lens), np.array(meta.seq_lens_list)
     starts = query_lens.cumsum() - query_lens

@@ -1,5 +1,5 @@
-"""Reference of linear attention by the gated delta rule, one token at a time, and of its convolution, one
-sequence at a time, for any device."""
+"""Reference of linear attention by the gated delta rule, one token of each sequence at a time, and of the
+causal convolution, one sequence at a time, for any device."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def gated_delta_rule(
 
 
 def first_states(states: torch.Tensor, meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the block of each sequence, [num_seqs], and a copy of its state, [num_seqs, ...]. A sequence
-    without tokens before the step has a state of zeros.
+    """Returns the block of each sequence, [num_seqs], and copies of the states there, [num_seqs, ...]. A
+    sequence without tokens before the step gets a state of zeros.
 
     Args:
         states: states of all blocks, [num_blocks, ...] with three more dimensions.
@@ -86,8 +86,8 @@ def first_states(states: torch.Tensor, meta: AttentionMetadata) -> tuple[torch.T
 
 
 def tokens_in_turn(meta: AttentionMetadata) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields, for the first new token of every sequence, then for the second and so on, the indices of the
-    sequences that have one, and those of the tokens."""
+    """Yields (indices of sequences, batch rows of one token of each): first the first new token of every
+    sequence, then the second of all sequences that have one, and so on."""
     starts = meta.query_start_loc[:-1].long()
     query_lens = torch.tensor(meta.query_lens, device=starts.device)
     for index in range(meta.max_query_len):
