@@ -205,6 +205,14 @@ def test_files_from_before_latents_were_cached(tmp_path: Path) -> None:
         ("qwen3_5", {"ssm__time_step_rank": 0}, "linear_num_value_heads must be a positive whole number"),
         ("deepseek_v2", {"rope__dimension_count": 64}, "qk_nope_head_dim must be a positive whole number"),
         ("gemma3", {"attention__head_count": 0}, "num_attention_heads must be a positive whole number"),
+        ("qwen3_5", {"rope__dimension_count": 8.0}, "rope.dimension_count must be a whole number, got 8.0"),
+        ("minimax_m2", {"rope__dimension_count": [1, 2]}, "rope.dimension_count must be a whole number"),
+        (
+            "deepseek_v3",
+            {"rope__scaling__yarn_log_multiplier": [1, 2]},
+            "yarn_log_multiplier must be a number",
+        ),
+        ("gemma3", {"rope__freq_base": 0.0}, "rope parameter rope_theta must be a positive number"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -796,6 +796,8 @@ _GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": None}
         ({"head_dim": "16"}, "head_dim must be a positive whole number up to 65536, got '16'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 4096"),
         ({"partial_rotary_factor": 1e9}, "partial_rotary_factor=1000000000.0 of heads of"),
+        ({"partial_rotary_factor": "x"}, "partial_rotary_factor must be a number, got 'x'"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor must be a number, got True"),
         # It was obeyed, where transformers' classes of these families rotate whole heads or fail.
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 8 of a head's 16 dimensions would rotate"),
         (
@@ -826,6 +828,8 @@ _GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": None}
             "rope_parameters must hold an object for each type of layer",
         ),
         ({**_GEMMA4, "enable_moe_block": True}, "num_experts must be"),
+        ({**_GEMMA4, "vocab_size_per_layer_input": 511}, "vocab_size_per_layer_input=511 is less than vocab"),
+        ({**_GEMMA4, "pad_token_id": 512}, "pad_token_id must be"),
         (
             {**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
             "top_k_experts must be",

@@ -120,6 +120,13 @@ def write_config(path: Path, **values: Any) -> Path:
     return path
 
 
+def test_experts_on_disk_for_a_gpu_are_refused_as_at_start(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "8b")
+    config = EngineConfig.from_mapping({"model": str(path), "max_resident_experts": 2})
+    with pytest.raises(ConfigError, match="max_resident_experts: on the CPU only"):
+        predict(config, "cuda", 80 * 2**30, 80 * 2**30, [1000])
+
+
 def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """8.03 billion weights, 128 KiB of keys and values a token; 80 GiB, of which 72 are used."""
     path = write_config(tmp_path / "8b")

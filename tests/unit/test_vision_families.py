@@ -98,6 +98,22 @@ def test_recorded_pieces_know_which_layers_see_images_both_ways(tmp_path: Path) 
     assert runner_of(pipeline.llm.core).prompt_graphs.num_replays > 0
 
 
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_moe"])
+def test_a_placeholder_without_an_image_is_looked_up_as_padding(kind: str, tmp_path: Path) -> None:
+    """In text, and where the model makes one itself."""
+    path = make_vision_checkpoint(kind, tmp_path / kind)
+    pipeline, whole = Pipeline(path), WholeModel(path)
+    prompt = [5, 6, 7, whole.model.config.image_token_id, 8, 9, 10]
+    params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    (output,) = pipeline.llm.generate([prompt], params)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        logits = whole.model(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids)).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert output.prompt_logprobs is not None
+    assert [one.logprobs[0] for one in output.prompt_logprobs[1:] if one] == pytest.approx(expected, abs=1e-4)
+
+
 def test_images_of_gemma_4_have_the_patches_of_transformers(tmp_path: Path) -> None:
     path = make_vision_checkpoint("gemma4", tmp_path / "gemma4")
     processor, whole = VisionProcessor(path, Tokenizer(path)), WholeModel(path)

@@ -105,6 +105,8 @@ class RopeConfig:
             if value is not None and (type(value) not in (int, float) or not MIN_NUMBER <= value <= most):
                 least = f"(at least {MIN_NUMBER})"
                 raise hf.error(f"rope parameter {key} must be a positive number, got {value!r:.40} {least}")
+        if type(partial) not in (int, float, type(None)):
+            raise hf.error(f"partial_rotary_factor must be a number, got {partial!r:.40}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
         if rope_type == "proportional":
             rope = {**rope, "num_turning": rotary_dim // 2}

@@ -223,11 +223,16 @@ def empty_model(
     return EmptyModel(model, files, ends)
 
 
+def check_offload(max_resident: int | None, device: torch.device) -> None:
+    """Raises ConfigError if there is a budget of resident experts and the device does not support one."""
+    if max_resident is not None and device.type == "cuda":
+        raise ConfigError("max_resident_experts: on the CPU only: on a GPU all experts are resident")
+
+
 def _with_budget(config: DecoderConfig, max_resident: int, device: torch.device) -> DecoderConfig:
     """Returns a model's configuration with a budget of resident experts, or unchanged if the budget has room
     for all. Raises ConfigError if the model or the device does not support a budget."""
-    if device.type == "cuda":
-        raise ConfigError("max_resident_experts: on the CPU only: on a GPU all experts are resident")
+    check_offload(max_resident, device)
     if config.experts is None:
         raise ConfigError("max_resident_experts: the model has no experts, or transformers computes them")
     if max_resident >= config.experts.num_experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from quire_kernels.routing import Routing
 
 _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
 """RoPE parameters of full-attention layers, for files whose `rope_parameters` state none."""
+_PLACEHOLDERS = (("image", 258_880), ("video", 258_884), ("audio", 258_881))
 _OF_SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_PARTS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
@@ -58,10 +59,10 @@ class Gemma4Config(DecoderConfig):
     widens_shared: bool
     """Whether the layers that share KV have a feed-forward part of twice the size."""
     per_layer_vocab_size: int
-    image_token_id: int | None
-    """Id of the token that images replace; None: the model has no tower."""
+    placeholders: tuple[int, ...]
+    """Ids of the tokens that images, videos and audio replace; empty: the model has no tower."""
     pad_token_id: int
-    """Token whose row of the table of per-layer inputs an image's tokens have."""
+    """Token as which placeholders are looked up."""
     has_joint_images: bool
     """Whether the tokens of an image see each other in both directions, in layers with a window."""
 
@@ -275,6 +276,12 @@ class Gemma4ForCausalLM(DecoderModel):
         assert windows is not None
         windows = (*windows[:-1], None)
         shape = _full_shape(hf, windows, base)
+        own_size = hf.whole("hidden_size_per_layer_input", 256)
+        own_vocab_size = hf.require_int("vocab_size_per_layer_input", 262_144)
+        if own_size and own_vocab_size < base.vocab_size:
+            raise hf.error(
+                f"vocab_size_per_layer_input={own_vocab_size} is less than vocab_size={base.vocab_size}"
+            )
         config = Gemma4Config(
             **vars(base)
             | {
@@ -290,16 +297,18 @@ class Gemma4ForCausalLM(DecoderModel):
                 "out_bias": hf.flag("attention_bias", False),
                 "embedding_scale": float(torch.tensor(base.hidden_size**0.5, dtype=dtype)),
                 "logits_softcap": hf.get("final_logit_softcapping"),
-                "per_layer_size": hf.whole("hidden_size_per_layer_input", 256),
+                "per_layer_size": own_size,
             },
             full_head_dim=shape[0],
             full_kv_heads=shape[1],
             values_are_keys=hf.flag("attention_k_eq_v", False),
             num_shared=hf.whole("num_kv_shared_layers", 0, most=count - 1),
             widens_shared=hf.flag("use_double_wide_mlp", False),
-            per_layer_vocab_size=hf.require_int("vocab_size_per_layer_input", 262_144),
-            image_token_id=hf.require_int("image_token_id", 258_880) if cls.has_tower else None,
-            pad_token_id=hf.whole("pad_token_id", 0),
+            per_layer_vocab_size=own_vocab_size,
+            placeholders=tuple(
+                hf.require_int(f"{kind}_token_id", token) for kind, token in _PLACEHOLDERS if cls.has_tower
+            ),
+            pad_token_id=hf.whole("pad_token_id", 0, most=base.vocab_size - 1),
             has_joint_images=cls.has_tower and hf.get("use_bidirectional_attention") == "vision",
         )
         kinds = {window is None for window in windows[: count - config.num_shared]}
@@ -327,14 +336,14 @@ class Gemma4ForCausalLM(DecoderModel):
     def embed(self, inputs: ForwardInputs) -> torch.Tensor:
         """See DecoderModel. Each row holds the hidden state, then the per-layer inputs of all layers, if the
         model has them."""
-        x, size = super().embed(inputs), self.config.per_layer_size
+        assert isinstance(self.config, Gemma4Config)
+        ids, size = inputs.input_ids, self.config.per_layer_size
+        for token in self.config.placeholders:
+            ids = ids.masked_fill(ids == token, self.config.pad_token_id)
+        x = super().embed(replace(inputs, input_ids=ids))
         if not size:
             return x
         projected = (self.projection(x) * self.config.hidden_size**-0.5).unflatten(1, (-1, size))
-        assert isinstance(self.config, Gemma4Config)
-        ids, image = inputs.input_ids, self.config.image_token_id
-        if image is not None:
-            ids = ids.masked_fill(ids == image, self.config.pad_token_id)
         own = self.embed_tokens_per_layer(ids).view(projected.shape)
         mixed = (self.per_layer_projection_norm(projected) + own) * 2**-0.5
         return torch.cat([x, mixed.flatten(1)], 1)

@@ -11,7 +11,7 @@ import torch
 
 from quire.config import MTP, EngineConfig
 from quire.layers.config import DecoderConfig
-from quire.loader.load import empty_model
+from quire.loader.load import check_offload, empty_model
 from quire.models.interface import Model
 from quire.plan.arrival import Arrival
 from quire.plan.cost import CostModel
@@ -87,6 +87,7 @@ def predict(
     """
     device = torch.device(device_type)
     ranks = Ranks(0, config.model.tensor_parallel_size)
+    check_offload(config.model.max_resident_experts, device)
     if total is None:
         free //= ranks.size  # all have their memory of one host
     model = empty_model(

@@ -161,7 +161,12 @@ def _rope(opened: GGUFFile, stated: _Stated, family: Family) -> dict[str, Any]:
     # Positions of text are equal on all axes. The rows of GLM-4's projections are in another order then.
     if own("rope.dimension_sections") is not None and not stated.arch.startswith("qwen35"):
         raise CheckpointError(f"{opened.path}: {stated.arch}.rope.dimension_sections is not supported")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own("rope.freq_base") or 10000.0}
+    if rotated is not None and type(rotated) is not int:
+        raise CheckpointError(
+            f"{opened.path}: {stated.arch}.rope.dimension_count must be a whole number, got {shown(rotated)}"
+        )
+    theta = own("rope.freq_base")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta}
     if family.rotates_partly:
         is_known = type(rotated) is type(size) is int and size > 0
         rope["partial_rotary_factor"] = rotated / size if is_known else 1.0
@@ -197,7 +202,12 @@ def _scaling(opened: GGUFFile, stated: _Stated, is_latent: bool) -> dict[str, An
                 f"{neutral}"
             )
     numbers = {key: own(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
-    if type(log_multiplier) is float and log_multiplier:
+    if log_multiplier is not None and type(log_multiplier) is not float:
+        raise CheckpointError(
+            f"{opened.path}: {stated.arch}.rope.scaling.yarn_log_multiplier must be a number, got "
+            f"{shown(log_multiplier)}"
+        )
+    if log_multiplier:
         # The converter writes a tenth, and no second factor, which all checkpoints have equal to this one.
         numbers |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * log_multiplier)
     return {
