@@ -30,7 +30,7 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 """Accepted pixel formats, by Pillow's names. 16-bit grey (I;16) is not accepted, because Pillow clips it to
 white where it makes RGB of it."""
 PILLOW_MAX_PIXELS = 178_956_970
-"""Largest allowed value of `max_image_pixels`. Pillow itself refuses larger images."""
+"""Largest allowed value of `ImageLimits.max_image_pixels`. Pillow itself refuses larger images."""
 
 MAX_SCANS = 100
 """Most scans of a JPEG file. Each may cost a pass over all pixels, however few bytes it has. Encoders of
