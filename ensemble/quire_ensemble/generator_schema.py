@@ -1,12 +1,12 @@
 """Tensors of the generator, stated once.
 
-The backend's `auto_complete_config` declares these, its request parser reads them, and the repository
-builder renders `config.pbtxt` files from them. Imports nothing but the standard library: it is loaded in
-Triton's short-lived auto-complete stub.
+The backend's `auto_complete_config` declares these tensors, its request parser reads them, and the repository
+builder renders `config.pbtxt` files from them. This module imports nothing but the standard library, because
+it is loaded in Triton's short-lived auto-complete stub.
 
-Conventions: `max_batch_size` is 0, so `dims` are the whole shape (but see `inputs_of`); -1 is a free
-dimension. Every input is optional for Triton; that exactly one prompt source is given (none with `cancel` or
-`cache_control`) is checked per request.
+Conventions: `dims` are the whole shape if `max_batch_size` is 0 (else see `inputs_of`); -1 is a free
+dimension. Triton lets a request leave out any input. The request parser checks that there is exactly one
+prompt source; a cancellation or a command (`cache_control`) needs none.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class TensorSpec:
     optional: bool = True
     """Whether a request may leave this input out; without meaning for outputs."""
     doc: str = ""
-    """One line, rendered as a comment into config.pbtxt."""
+    """One line that explains the tensor, such as a comment in config.pbtxt."""
     ensemble_name: str = ""
-    """Name of this tensor on the ensembles; empty: the same as `name`. See `on_ensemble`."""
+    """Name of this tensor as an input or output of an ensemble; empty: the same as `name`."""
 
     @property
     def on_ensemble(self) -> str:
-        """Name on the ensembles, where inputs and outputs share one namespace."""
+        """The tensor's name as an input or output of an ensemble, where both share one namespace."""
         return self.ensemble_name or self.name
 
     def input_config(self) -> dict[str, Any]:
@@ -57,22 +57,25 @@ PROMPT_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Prompt as token ids, taken as they are."),
     TensorSpec("prompt_embeds", "TYPE_FP32", (-1, -1), doc="Prompt as embeddings, a row for each token."),
 )
-"""Prompt sources; a request carries exactly one, unless it has `cancel` or `cache_control`."""
+"""Prompt sources. A request has exactly one of them, unless it is a cancellation or a command
+(`cache_control`)."""
 
 ONE_TEXT_INPUTS: tuple[TensorSpec, ...] = tuple(
     replace(spec, dims=(1,), doc=spec.doc.replace("Prompts", "Prompt"))
     for spec in PROMPT_INPUTS
     if spec.datatype == "TYPE_STRING"
 )
-"""Prompt sources that are texts, for models before the generator, which handle one prompt."""
+"""Prompt sources that are texts or JSON, each of one element: inputs of the model that an ensemble begins
+with."""
 
 IMAGE_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("image_embeds", "TYPE_FP32", (-1, -1), doc="Rows for the placeholder tokens of input_ids."),
     TensorSpec("image_spans", "TYPE_INT32", (-1, 2), doc="(first token, number of tokens) of each image."),
     TensorSpec("position_ids", "TYPE_INT32", (-1, -1), doc="[3, tokens] for models with M-RoPE, else empty."),
 )
-"""Images of a prompt given as `input_ids`, as the vision models of an ensemble make them. If all have no
-rows, the prompt has no image."""
+"""Inputs for the images of a prompt given as `input_ids`, as the vision models of an ensemble make them. If
+all of them are empty, the prompt has no image. (`position_ids` are also for a prompt given as
+`prompt_embeds`.)"""
 
 TEXT_PAIR = TensorSpec(
     "text_pair", "TYPE_STRING", (-1,), doc="Second text of each pair to score; text_input: as many, or one."
@@ -107,7 +110,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("return_scores", "TYPE_BOOL", doc="Fill scores and label, and generate nothing."),
     TensorSpec("use_activation", "TYPE_BOOL", doc="False: scores are logits, as for rewards."),
 )
-"""Inputs on how the request is answered."""
+"""Inputs on how the request is answered, and the inputs `cancel` and `lora_name`."""
 
 CACHE_CONTROL_INPUT = TensorSpec(
     "cache_control",
@@ -167,7 +170,7 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
         doc="JSON object with one of json, json_object, regex, choice, grammar, structural_tag.",
     ),
 )
-"""Typed sampling parameters; each name is a key of `sampling_parameters` too."""
+"""Sampling parameters as tensors of their own; each name is a key of `sampling_parameters` too."""
 
 SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("request_priority", "TYPE_INT32", doc="A smaller number is more urgent; 0 is usual."),
@@ -253,7 +256,8 @@ TENSORRT_LLM_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("embedding_bias_words", "TYPE_STRING", (-1,), doc="Words whose tokens have a bias."),
     TensorSpec("embedding_bias_weights", "TYPE_FP32", (-1,), doc="Bias of each of the words."),
 )
-"""Inputs of TensorRT-LLM whose names Quire does not have. `quire.triton.dialects` gives their meanings."""
+"""Inputs with names of TensorRT-LLM, for generators with a batch dimension. `quire.triton.dialects` gives
+their meanings."""
 
 TENSORRT_LLM_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("sequence_index", "TYPE_INT32", doc="As index."),
@@ -267,8 +271,8 @@ def inputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
     """Returns the inputs of a generator.
 
     Args:
-        batched: whether its max_batch_size is above 0. Then every tensor has one more dimension, the batch,
-            before its dims, and the model accepts TensorRT-LLM's requests, in which `stop` is a flag.
+        batched: whether the generator's max_batch_size is above 0. Then every input has one more dimension,
+            the batch, before its dims. TensorRT-LLM's inputs are added, and `stop` is a flag as there.
     """
     if not batched:
         return INPUTS
@@ -277,8 +281,8 @@ def inputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
 
 
 def outputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
-    """Returns the outputs of a generator. With a batch dimension, `output_ids` is [1, 1, n], as in
-    TensorRT-LLM."""
+    """Returns the outputs of a generator. If it is `batched`, TensorRT-LLM's outputs are added, and
+    `output_ids` is [1, 1, n] with the batch dimension, as there."""
     if not batched:
         return OUTPUTS
     ours = (replace(spec, dims=(-1, -1)) if spec.name == "output_ids" else spec for spec in OUTPUTS)

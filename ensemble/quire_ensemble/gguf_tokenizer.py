@@ -1,8 +1,9 @@
-"""Tokenizers of GGUF files. A file holds its tokenizer as lists of tokens, and a chat template.
+"""Tokenizers of GGUF files. A file holds its tokenizer as lists of tokens, often with a chat template.
 
-A file does not hold the rule by which texts are cut before tokens are merged, but only the rule's name
-(`tokenizer.ggml.pre`). The rules here are those of llama.cpp (src/llama-vocab.cpp), in the terms of Hugging
-Face's `tokenizers`. An unknown rule is refused, because another one would give wrong tokens.
+A byte-level BPE tokenizer (`gpt2`) cuts texts by a rule before it merges tokens. The file holds only a name
+for this rule (`tokenizer.ggml.pre`). The rules here follow llama.cpp (src/llama-vocab.cpp), in the terms of
+Hugging Face's `tokenizers`. A missing or unknown name is refused, because another rule would give wrong
+tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (the GGUF specification's `tokenizer.ggml.token_type`)."""
 
 _MAX_SQUARES = 2**27
-"""Largest sum of the squares of the tokens' lengths. It bounds the time, and the memory, for looking up every
-pair of parts into which a token can be cut. The largest vocabularies have about 2**24."""
+"""Largest sum of the squares of the lengths, in characters, of a SentencePiece vocabulary's tokens. It bounds
+the time, and the memory, for looking up every pair of parts into which a token can be cut. Large vocabularies
+have about 2**24."""
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,8 +30,12 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """Returns the pattern of a rule that ends words after small letters. `ending`: pattern of what may follow
-    a word's letters; `digits`: pattern of numbers."""
+    """Returns the pattern of a rule that begins a new word where a capital letter follows a small one.
+
+    Args:
+        ending: pattern of what may follow a word's letters.
+        digits: pattern of numbers.
+    """
     begin, rest = r"[^\r\n\p{L}\p{N}]?", _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
     return f"{begin}{_UPPER}*{_LOWER}+{ending}|{begin}{_UPPER}+{_LOWER}*{ending}|{digits}{rest}"
 
@@ -52,7 +58,8 @@ _PATTERNS = {
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 }
-"""Patterns of each rule. Each cuts the parts that those before it leave."""
+"""Patterns of each rule but `gpt2` and `digits`. A pattern cuts the parts that the patterns before it have
+made of a text."""
 _RULES = {
     **dict.fromkeys(("gpt-2", "default"), "gpt2"),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), "digits"),
@@ -65,16 +72,17 @@ _RULES = {
     "tekken": "tekken",
     "seed-coder": "seed-coder",
 }
-"""Rules by the names in `tokenizer.ggml.pre`."""
+"""Name of the rule, by the supported values of `tokenizer.ggml.pre`."""
 _BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
-"""Names with which texts begin with BOS, unless the file says otherwise."""
+"""Values of `tokenizer.ggml.pre` with which texts begin with BOS, unless the file says otherwise."""
 _WITH_WHOLE_WORDS = (*_BEGIN_WITH_BOS, "glm4")
-"""Names with which a word that is a token is not merged from parts."""
+"""Values of `tokenizer.ggml.pre` with which a word that is in the vocabulary becomes that token, without
+merges."""
 
 
 def load_gguf_tokenizer(opened: GGUFFile) -> Any:
-    """Returns the tokenizer in a GGUF file as transformers' `PreTrainedTokenizerFast`, with its chat
-    template.
+    """Returns the tokenizer in a GGUF file as transformers' `PreTrainedTokenizerFast`, with the file's chat
+    template if it has one.
 
     Raises:
         TokenizerError: the tokenizer is broken or of an unknown kind; the message names the file.
@@ -94,8 +102,9 @@ def gguf_tokenizer_json(opened: GGUFFile) -> str:
 
 
 def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
-    """Returns the tokenizer (of `tokenizers`), its special tokens by transformers' names, and the chat
-    template, None if the file has none. Raises TokenizerError."""
+    """Returns the tokenizer (of `tokenizers`), its BOS, EOS, unknown and padding tokens by transformers'
+    names, as far as the file states them, and the chat template (None: there is none). Raises
+    TokenizerError."""
     file = opened.path
     try:
         values = {
@@ -204,8 +213,8 @@ def _sentencepiece(values: dict[str, Any]) -> Any:
 
 
 def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
-    """Adds the control and user-defined tokens to the tokenizer. They are found as wholes in a text, and
-    never merged from its characters."""
+    """Adds the control and user-defined tokens to the tokenizer, which then finds them as wholes in a text.
+    `kinds`: types of `tokens`; empty: the file states none, and nothing is added."""
     from tokenizers import AddedToken
 
     added = [
@@ -217,8 +226,9 @@ def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
 
 
 def _begin_and_end(tokenizer: Any, values: dict[str, Any], special: dict[str, str]) -> None:
-    """Makes the tokenizer put BOS before and EOS after texts, if the file asks for them or, for BOS, if the
-    file is silent and its kind or rule does so by default."""
+    """Makes the tokenizer put BOS before and EOS after a text, as the file's `add_bos_token` and
+    `add_eos_token` say. By default it puts no EOS; BOS, for `llama` and the names of _BEGIN_WITH_BOS. A token
+    that `special` does not have is left out."""
     from tokenizers import processors
 
     begins = values["model"] == "llama" or values.get("pre", "") in _BEGIN_WITH_BOS

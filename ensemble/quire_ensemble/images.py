@@ -1,9 +1,8 @@
 """Images of a request: encoded bytes, base64 text or data URLs, checked and decoded.
 
-Every limit is checked before the work it bounds: the length of base64 text before it is decoded, the number
-of encoded bytes before they are looked at, width and height (which the header states) before pixels are
-decoded. What all images of a request take together is known before the first of them is decoded. Nothing is
-ever fetched. Pillow is imported with the first image.
+Limits are checked before the work they bound: the length of base64 text before it is decoded, the number of
+encoded bytes before Pillow reads them, width and height (which the header states) before pixels are decoded.
+URLs are not fetched. Importing this module does not import Pillow.
 """
 
 from __future__ import annotations
@@ -23,24 +22,25 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-"""Accepted formats. Pillow decodes them in compiled code. It decodes runs in BMP files, and many other
-formats, in Python, where a small file may take seconds."""
+"""Accepted file formats. Pillow decodes their pixels in compiled code. It decodes many other formats, such as
+BMP with run lengths, in Python, where a small file may take seconds."""
 _REFUSED = {b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"\0\0\1\0": "ICO"}
-"""Names of other formats for errors, by their first bytes."""
+"""Names of some other file formats, for error messages, by the first bytes of a file."""
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
-"""Pixel formats that have a faithful RGB form. Not 16-bit grey (I;16), which Pillow clips to white."""
+"""Accepted pixel formats, by Pillow's names. 16-bit grey (I;16) is not accepted, because Pillow clips it to
+white where it makes RGB of it."""
 PILLOW_MAX_PIXELS = 178_956_970
-"""Most pixels of an image. Pillow itself refuses larger ones."""
+"""Largest allowed value of `ImageLimits.max_image_pixels`. Pillow itself refuses larger images."""
 
 MAX_SCANS = 100
-"""Most scans of a JPEG file. Each is a pass over all pixels, however few bytes it has; encoders make about a
-dozen."""
+"""Most scans of a JPEG file. Each may cost a pass over all pixels, however few bytes it has. Encoders of
+progressive files make about a dozen."""
 MAX_HEADER_READS = 4096
-"""Most reads by Pillow until it knows the size of an image: four for each segment of a JPEG file (a large
-profile or XMP has hundreds of them), two for each block of a GIF comment."""
+"""Most reads by Pillow while it opens an image file. It makes about four for each segment of a JPEG file (a
+large profile or XMP may have hundreds of them), two for each block of a GIF comment."""
 _BYTES_PER_READ = 64
-"""Fewest bytes per read, on average, while the pixels of a file are decoded. Reads of the header, up to
-MAX_HEADER_READS, are allowed in addition."""
+"""While the pixels of an open file are decoded, Pillow may make one read for so many bytes of the file, and
+MAX_HEADER_READS more."""
 
 _SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a", re.DOTALL)
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -63,13 +63,13 @@ class ImageLimits:
     """Limits of one request.
 
     max_image_bytes: encoded size of one image, before base64.
-    max_image_pixels: width times height of one image. It also bounds the pixels of all requests together that
-        are processed at a time, at about 20 bytes each. Only an image that scaling makes larger than that is
-        processed all the same, alone.
+    max_image_pixels: width times height of one image. It also bounds the pixels of all requests to a model
+        instance that are processed at a time, at about 20 bytes each. An image that scaling makes larger than
+        that is processed all the same, alone.
     max_images: images in one prompt.
     max_request_bytes: encoded size of all images of a request.
-    max_request_pixels: pixels of all images of a request, each counted before or after scaling, whichever is
-        larger.
+    max_request_pixels: pixels of all images of a request. If the image processor scales or pads images to
+        sizes that grow with them, the larger one of an image's sizes before and after that counts.
     max_request_patches: patches that the vision encoder computes for all images of a request.
     """
 
@@ -96,7 +96,7 @@ class EncodedImage:
 
     data: bytes
     size: tuple[int, int]
-    """Width and height."""
+    """Width and height in pixels, before the EXIF orientation is applied."""
     field: str
     """Name of the field in errors."""
 
@@ -108,8 +108,8 @@ class EncodedImage:
         the first frame is decoded.
 
         Raises:
-            InputError: the image has another mode, is truncated or damaged, or has another size than its
-                header said.
+            InputError: the image has another mode, is truncated or damaged, is stored in too many small
+                parts, or has another size than its header said.
         """
         from PIL import Image as pil
 
@@ -140,8 +140,9 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
         index: number of the image in its prompt, for errors.
 
     Raises:
-        InputError: of field `image[index]`: a limit is exceeded (the message names it with its value), `raw`
-            is a URL that would have to be fetched, the base64 is wrong, or `raw` is not an image of FORMATS.
+        InputError: of field `image[index]`: `raw` is empty, exceeds one of `limits` (the message names it
+            with its value), is a URL that would have to be fetched, is wrong base64 or no image of FORMATS,
+            or has too many scans or small parts.
     """
     field = f"image[{index}]"
     encoded = _encoded_bytes(raw, field, limits)
@@ -162,9 +163,9 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
 
 
 class _BoundedFile(BytesIO):
-    """An image file that allows a bounded number of reads, and raises InputError after them. Pillow reads
-    each part of a file in Python and keeps it (joining EXIF data anew with each part), so many tiny parts
-    would take minutes."""
+    """An image file that allows a bounded number of calls of `read`, and raises InputError after them.
+    Pillow reads each part of a file in Python and keeps it (joining EXIF data anew with each part), so a file
+    of many tiny parts could take minutes."""
 
     def __init__(self, encoded: bytes, field: str) -> None:
         super().__init__(encoded)
@@ -179,7 +180,8 @@ class _BoundedFile(BytesIO):
 
 
 def _open(file: _BoundedFile, max_pixels: int = PILLOW_MAX_PIXELS) -> Any:
-    """Opens an image with Pillow. Reads its header, but does not decode its pixels."""
+    """Opens an image with Pillow, which reads its header, but does not decode its pixels. Raises InputError
+    for a file that Pillow refuses. `max_pixels` is the limit named in the message for too large an image."""
     from PIL import Image as pil
 
     field = file.field
@@ -205,7 +207,7 @@ def split_pixels(pixels: np.ndarray, limits: ImageLimits) -> list[Image]:
         pixels: uint8 [n, height, width, 3].
 
     Raises:
-        InputError: the type or shape is wrong, or there are more images or pixels than allowed.
+        InputError: the type or shape is wrong, there are too many images, or each has too many pixels.
     """
     from PIL import Image as pil
 
@@ -259,7 +261,7 @@ def _encoded_bytes(raw: bytes | str, field: str, limits: ImageLimits) -> bytes:
 
 def _base64_text(data: bytes, field: str) -> bytes:
     """Returns the base64 text in the data: all of it, or what follows the header of a data URL. Raises
-    InputError for a malformed data URL, and for any other URL."""
+    InputError for a malformed data URL, and for data that begins like another URL."""
     if data[:5].lower() == b"data:":
         header, comma, _ = data[:_DATA_HEADER].partition(b",")
         if not comma or not header.lower().endswith(b";base64"):
@@ -305,7 +307,8 @@ def _beginning(data: bytes) -> str:
 
 
 def _webp_canvas(encoded: bytes) -> tuple[int, int] | None:
-    """Returns the width and height that the header of a WebP file states; None for other files."""
+    """Returns the width and height that the header of a WebP file states; None for other files, and for a
+    WebP file that is too short to state them."""
     if encoded[:4] != b"RIFF" or len(encoded) < 30:
         return None
     chunk = encoded[12:16]

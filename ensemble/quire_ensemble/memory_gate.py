@@ -1,4 +1,4 @@
-"""MemoryGate: limits how much memory the work of all threads uses at a time."""
+"""MemoryGate: limits how much memory the work of several threads uses at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class MemoryGate:
     """Admits threads one after the other, each when enough of the capacity, or all of it, is free. No thread
     overtakes the one whose turn it is, so a thread that needs much is not starved by those that need little.
-    """
+    The capacity may be in any unit."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -20,7 +20,8 @@ class MemoryGate:
 
     @contextmanager
     def hold(self, amount: int) -> Iterator[None]:
-        """Waits until `amount` is free and holds it. An amount above the capacity waits until all is free."""
+        """Context manager: waits until `amount` is free, and holds it until its block ends. An amount above
+        the capacity waits until nothing is held."""
         with self._turn, self._left:
             self._left.wait_for(lambda: not self.used or self.used + amount <= self.capacity)
             self.used += amount

@@ -3,8 +3,8 @@
 Accepted is either a list of messages or an object
 `{"messages": [...], "tools": [...], "add_generation_prompt": true, "chat_template_kwargs": {...}}`,
 so that one STRING tensor carries all a chat template can use. The object may also have
-`continue_final_message`, and `tool_choice`, `parallel_tool_calls` and `response_format`, which say what the
-answer may be, as in OpenAI's chat completions.
+`continue_final_message`. Its `tool_choice`, `parallel_tool_calls` and `response_format` say what the answer
+may be, as in OpenAI's chat completions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ FIELD = "messages"
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 2**19
-"""Most characters of the JSON of all tools. This JSON goes with the prompt to the generator, which parses it
-again."""
+"""Most characters of the JSON of a request's tools together. In an ensemble, this JSON usually goes on to the
+generator."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_BYTES = 16 * 2**20
-"""Most bytes of the JSON text, unless a caller gives another limit."""
+"""Default limit of a prompt's length: of the JSON text of `messages`, of a plain text, and of the text that a
+chat template makes."""
 
 _OBJECT_KEYS = (
     "messages",
@@ -42,16 +43,16 @@ _OBJECT_KEYS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and options that a chat template is rendered from; `parse_conversation` has checked them."""
+    """Chat messages of a request, and options for the chat template and the answer."""
 
     messages: list[dict[str, Any]]
-    """Each has a `role`; its `content` is a string or a list of text parts (and image parts), or missing or
-    None beside tool calls."""
+    """Each message has a `role`; its `content` is a string or a list of text parts (and image parts), or
+    missing or None beside tool calls."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
-    """Whether the template ends the prompt with the start of an answer."""
+    """Whether the template is asked to end the prompt with the start of an answer."""
     continue_final_message: bool = False
-    """Whether the answer continues the last message, which the template leaves open."""
+    """Whether the answer is to continue the last message, which the prompt then leaves open."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tool_choice: str = "auto"
     """auto, none, required, or "function:NAME"."""
@@ -67,11 +68,11 @@ def parse_conversation(
     Args:
         raw: the JSON text.
         allow_images: whether content may hold image parts (see `split_images`).
-        max_bytes: most bytes of the JSON text.
+        max_bytes: most bytes of the JSON text; if `raw` is a `str`, most characters.
 
     Raises:
-        InputError: the text is too long, not UTF-8 or not JSON (with the position), nested too deeply, or a
-            value has the wrong shape (with its path).
+        InputError: the text is too long, not UTF-8, not JSON, or JSON that `parse_json` does not allow; or a
+            key is unknown or a value wrong.
     """
     value = parse_json(FIELD, raw, max_bytes=max_bytes)
     if isinstance(value, list):
@@ -105,7 +106,8 @@ def parse_conversation(
 
 
 def _flag(value: Mapping[str, Any], name: str) -> bool | None:
-    """Returns the boolean `name` of an object; None if it is absent or null."""
+    """Returns the boolean `name` of an object; None if it is absent or null. Raises InputError for another
+    type."""
     flag = value.get(name)
     if flag is not None and not isinstance(flag, bool):
         raise InputError(FIELD, f"{name} must be true or false, got {kind(flag)}")
@@ -115,12 +117,13 @@ def _flag(value: Mapping[str, Any], name: str) -> bool | None:
 def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, Any]]:
     """Checks messages, and returns them unchanged.
 
-    `role` must be a string; `content` a string or a list of `{"type": "text", "text": ...}` parts (and image
-    parts, where they are allowed), and may be null or absent if the message has `tool_calls`. Other keys
-    (name, tool_call_id, ...) belong to the template and pass unchanged.
+    There must be 1 to MAX_MESSAGES of them. `role` must be a string that is not empty; `content` a string or
+    a list of `{"type": "text", "text": ...}` parts (and image parts, where they are allowed). It may be null
+    or absent if the message has `tool_calls`. Other keys (name, tool_call_id, ...) are not checked.
 
     Raises:
-        InputError: names the path of the first wrong value, such as `[2].content[0].type`.
+        InputError: something is wrong; for a value in a message, with its path, such as
+            `[2].content[0].type`.
     """
     if not isinstance(value, list):
         raise InputError(FIELD, f"must be a list of messages, got {kind(value)}")
@@ -152,9 +155,10 @@ def check_tools(value: Any, field: str = FIELD) -> list[dict[str, Any]] | None:
     """Checks tools in OpenAI's form, and returns them unchanged; None for null.
 
     Raises:
-        InputError: of `field`: the value is not a list of `{"type": "function", "function": {"name": ...}}`,
-            a name occurs twice or is not of 1 to 64 letters, digits and `_.-`, parameters are not a schema of
-            type object, or there are more than MAX_TOOLS tools or MAX_TOOLS_BYTES characters.
+        InputError: of `field`: the value is not a list of `{"type": "function", "function": {"name": ...}}`
+            (where `type` may be missing), a name occurs twice or is not of 1 to 64 ASCII letters, digits and
+            `_.-`, parameters are no object or a schema of another type than object, or there are more than
+            MAX_TOOLS tools or MAX_TOOLS_BYTES characters of JSON.
     """
     if value is None:
         return None
@@ -193,11 +197,12 @@ def check_tools(value: Any, field: str = FIELD) -> list[dict[str, Any]] | None:
 
 
 def check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]], field: str = FIELD) -> str:
-    """Returns the tool choice as auto, none, required or "function:NAME"; auto for null.
+    """Returns the tool choice, given in OpenAI's form, as auto, none, required or "function:NAME"; auto for
+    null.
 
     Raises:
-        InputError: of `field`: the value is none of these, or it requires a call and the named tool, or any
-            tool, is missing.
+        InputError: of `field`: the value has another form, the named tool is not among `tools`, or a call is
+            required and there are no tools.
     """
     if value is None or value in ("auto", "none"):
         return value or "auto"
@@ -241,18 +246,18 @@ def join_text_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def wrap_strings(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns copies of checked messages with every string as a list of one text part, for templates that
-    read lists only."""
+    """Returns copies of checked messages in which a content that is a string has become a list of one text
+    part, for templates that read lists only."""
     return _with_contents(messages, str, lambda text: [{"type": "text", "text": text}])
 
 
 def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
     """Returns copies of checked messages in which the arguments of earlier calls have the form that a
-    template reads.
+    template reads, as far as they can be converted.
 
     Clients of OpenAI's interface send arguments as JSON text, but most templates expect an object and write
-    its JSON. For a template that reads objects, an empty text becomes an empty object, and any other text
-    that holds no JSON object stays a text.
+    its JSON. For a template that reads objects, an empty text becomes an empty object, and a text that cannot
+    be parsed as a JSON object stays a text.
 
     Args:
         as_text: whether the template reads JSON text; False: it reads an object.
@@ -324,8 +329,9 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
 
 
 def join_images(messages: Sequence[Mapping[str, Any]], placeholder: str) -> list[dict[str, Any]]:
-    """Returns copies of the messages from `split_images` with a line of placeholder text for each image
-    before the text of its message, for templates that do not know image parts."""
+    """Returns copies of the messages from `split_images` in which lists with image parts have become texts:
+    first a line with `placeholder` for each image, then the text parts. For templates that do not know image
+    parts."""
 
     def join(parts: list[Any]) -> Any:
         texts = [part["text"] for part in parts if part["type"] == "text"]

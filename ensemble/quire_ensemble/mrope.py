@@ -11,17 +11,18 @@ def mrope_positions(
     length: int, spans: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]], merge: int
 ) -> np.ndarray:
     """Returns the positions, int32 [3, length]: time, height, width; as `get_rope_index` of Qwen2-VL and
-    2.5-VL.
+    2.5-VL for images.
 
-    A text token has the same position on all axes: the next one. The rows of an image add their time, row and
-    column to the next position. The text after an image continues at that position plus the rows of the
-    image's longer side.
+    A text token has the same position on all three axes, one more than the text token before it. An image has
+    a token for each square of merged patches. These tokens add the square's place in time, height and width
+    to the position that a text token would have instead of the image. The text after the image continues at
+    that position plus the number of squares along the image's longer side.
 
     Args:
         length: tokens of the prompt with expanded placeholders.
         spans: first token and number of tokens of each image, in order.
         grids: time, height, width in patches of each image.
-        merge: a square of `merge` x `merge` patches makes one row.
+        merge: a square of `merge` x `merge` patches makes one token.
     """
     positions = np.empty((3, length), dtype=np.int32)
     done = position = 0

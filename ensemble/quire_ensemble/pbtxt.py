@@ -1,4 +1,5 @@
-"""Text of the `config.pbtxt` files that the builder writes, from the tensor table of the generator."""
+"""Text of the `config.pbtxt` files that the builder writes, from the tables of tensors (`generator_schema`,
+`vision_schema`)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ TENSORS: Mapping[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
     "vision_preprocessor": (PREPROCESSOR_INPUTS, PREPROCESSOR_OUTPUTS),
     "vision_encoder": (ENCODER_INPUTS, ENCODER_OUTPUTS),
 }
-"""Inputs and outputs of the models before a generator, by their role in an ensemble."""
+"""Inputs and outputs of a model before the generator, by the model's role in an ensemble."""
 
 _TAKEN_BEFORE = {
     TEXT_PAIR.name,  # models before the generator read one text
@@ -40,7 +41,7 @@ _TAKEN_BEFORE = {
     "cache_control",  # likewise
 }
 _PASSED_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in INPUTS if s.name not in _TAKEN_BEFORE)
-"""Inputs of an ensemble that go to its generator as they are."""
+"""Inputs of an ensemble that go straight to its generator, some under another name."""
 
 
 def quote(text: str) -> str:
@@ -82,7 +83,7 @@ def generator_config(name: str, *, decoupled: bool, instance_count: int) -> str:
 
 
 def tokenizer_config(name: str, *, checkpoint: str) -> str:
-    """Returns the config.pbtxt of the tokenizer; `checkpoint` is absolute or relative to the model's
+    """Returns the config.pbtxt of the tokenizer; `checkpoint` is a path, absolute or relative to the model's
     directory."""
     about = (
         "Turns a text, or chat messages by the checkpoint's chat template, into token ids. Those that come",
@@ -92,7 +93,7 @@ def tokenizer_config(name: str, *, checkpoint: str) -> str:
 
 
 def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
-    """Returns the config.pbtxt of the vision preprocessor; `checkpoint` as for the tokenizer."""
+    """Returns the config.pbtxt of the vision preprocessor; `checkpoint` as for `tokenizer_config`."""
     about = (
         "Turns chat messages with images (or a text with placeholders) into token ids and pixels, by the",
         "checkpoint's chat template and image processor. Images come in `image` or `image_pixels`, or",
@@ -139,7 +140,7 @@ def _prompt_config(role: str, name: str, checkpoint: str, about: Sequence[str], 
 
 
 def vision_encoder_config(name: str, *, checkpoint: str) -> str:
-    """Returns the config.pbtxt of the vision encoder; `checkpoint` as for the tokenizer."""
+    """Returns the config.pbtxt of the vision encoder; `checkpoint` as for `tokenizer_config`."""
     return _join(
         _comment(
             "Turns pixels into embeddings: the checkpoint's vision tower and projector. Images of several",

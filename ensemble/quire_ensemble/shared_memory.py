@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 SMALL_BYTES = 256 * 1024
-"""Largest final response, in bytes, that a generator sends without asking for room, unless a send failed
-recently. `ask_for_room` pauses after it has asked for more."""
+"""Largest final response with data, in bytes, that a generator sends without asking for room, unless a send
+failed recently. `ask_for_room` pauses after it has asked for more."""
 _MARGIN_BYTES = 8 * 1024
 """Most bytes of shared memory that a response needs beside its content."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
-"""Pauses, in seconds, before each further try to end a request whose end found no room."""
+"""Pauses, in seconds, between tries to send an error that ends a request, or to find room for one."""
 
 
 def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
@@ -20,8 +20,9 @@ def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
 
     A `send` with FINAL that finds no room closes the sender and delivers nothing, so its client waits for
     ever. Triton has no call that asks for room. `is_model_ready` writes its arguments into the memory that
-    responses go through, and has no other effect here: no model has this name. The version is a row of zeros
-    as long as the response.
+    responses go through, and has no other effect here: no model has this name. The version is a row of zeros,
+    a little longer than the response. For more than SMALL_BYTES the function also pauses, so that the server
+    can give the memory back.
     """
     try:
         pb_utils.is_model_ready(".", "0" * (num_bytes + _MARGIN_BYTES))
@@ -34,7 +35,7 @@ def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
 
 
 def wait_for_room(pb_utils: Any) -> None:
-    """Returns when there is shared memory for a response that is an error, or after about 24 seconds."""
+    """Returns when there is shared memory for an error response, or after about 24 seconds."""
     for pause_s in END_PAUSES_S:
         try:
             ask_for_room(pb_utils, 0)

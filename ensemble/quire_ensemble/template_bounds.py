@@ -4,8 +4,8 @@ on data of clients.
 Text: a template may write each tool once per message, and `tojson(indent=4)` puts every value of deep JSON on
 a line of its own behind hundreds of spaces. So rendering ends as soon as there is more text than allowed.
 Time: each turn of a loop and each call of a macro looks at the clock. Memory: Jinja's sandbox bounds `range`,
-and this module bounds the results of the operators +, *, ** and ~. Results of filters, methods and the
-operator % are not bounded; `limited_memory` is for these.
+and this module bounds the results of the operators +, *, ** and ~. Results of methods, of most filters and of
+the operator % are not bounded; `limited_memory` limits them while a template is tried.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jinja2.visitor import NodeTransformer
 from quire_common.errors import InputError
 
 MAX_S = 5.0
-"""Most seconds of CPU time for rendering."""
+"""Seconds of CPU time after which a rendering is ended, when it looks at the clock the next time."""
 MAX_MADE = 2**24
-"""Most characters or entries of an operator's result, or bits of a number."""
+"""Most characters, entries or bits of what one operator +, * or ** makes, as `_num_made` estimates them."""
 MAX_MEMORY = 2**31
 """Most bytes by which a process's address space may grow in `limited_memory`."""
 
@@ -46,14 +46,14 @@ class _Bounds(NamedTuple):
 
 _NONE = _Bounds("", sys.maxsize, math.inf)
 _bounds: ContextVar[_Bounds] = ContextVar("bounds", default=_NONE)
-"""Bounds of the current rendering. Outside `bounded`, only MAX_MADE applies."""
+"""Bounds of the current rendering. Outside `bounded` they allow any text and time."""
 
 
 @contextmanager
 def bounded(field: str, max_characters: int) -> Iterator[None]:
     """Context manager that bounds transformers' renderer. The renderer raises InputError of `field` if a
-    template writes more than `max_characters`, in all or as one JSON text; TimeoutError after MAX_S; and
-    MemoryError if the result of +, * or ** exceeds MAX_MADE."""
+    template writes more than `max_characters`, in all or as one piece (such as a JSON text); TimeoutError
+    after MAX_S; and MemoryError if +, * or ** makes more than MAX_MADE."""
     from transformers.utils import chat_template_utils
 
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
@@ -96,8 +96,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(_Bounding().visit(source), *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Returns the result of a binary operator, as SandboxedEnvironment does. Raises MemoryError if it is
-        larger than MAX_MADE."""
+        """Returns the result of a binary operator, as SandboxedEnvironment does. Raises MemoryError if
+        `_num_made` estimates it at more than MAX_MADE."""
         if _num_made(operator, left, right) > MAX_MADE:
             raise MemoryError(f"{operator} makes more than {MAX_MADE} characters, entries or bits")
         return super().call_binop(context, operator, left, right)
@@ -117,14 +117,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _in_context(_: Any, value: Any) -> Any:
-    """Returns the value. Jinja does not call this function, which asks for a context, while it compiles a
-    template."""
+    """Returns the value. As `finalize` of an environment it asks for a context, so Jinja cannot compute
+    constant outputs while it compiles a template."""
     return value
 
 
 class _Bounding(NodeTransformer):
-    """Changes a template: each body of a loop, macro or block begins with a call of `look_at_clock`, and
-    `concatenated` replaces the operator ~."""
+    """Changes a template: each body of a `for`, `macro`, `call` or `block` begins with a call of
+    `look_at_clock`, and `concatenated` replaces the operator ~."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -143,7 +143,8 @@ def _own_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 def _num_made(operator: str, left: Any, right: Any) -> int:
-    """Returns about how many characters, entries or bits an operator's result has."""
+    """Estimates, rather too high than too low, how many characters, entries or bits the result of +, * or **
+    has."""
 
     def size(value: Any) -> int:
         if isinstance(value, int):

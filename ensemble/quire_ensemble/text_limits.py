@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextLimits:
-    """Limits of a prompt. A longer one is refused before it is parsed, or as soon as its first pieces have
-    too many tokens."""
+    """Limits of a prompt. A prompt of too many bytes is refused before it is parsed. A long text of far too
+    many tokens is refused as soon as its first pieces show it."""
 
     max_prompt_bytes: int = chat.MAX_BYTES
-    """Most bytes of text_input or messages."""
+    """Most bytes of text_input or messages, and most characters that the chat template may make of messages.
+    Messages that hold images may be longer than that by what the images may take."""
     max_model_len: int | None = None
-    """Most tokens of a sequence. A text that certainly has more is refused; None: the limit is not known."""
+    """Most tokens of a sequence: `max_tokens` of `Tokenizer.encode`, which refuses long texts that certainly
+    have more. None: the limit is not known."""
 
     def encode(self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None) -> list[int]:
         """Returns the token ids of `text` or of `messages`. Raises InputError if both or none are given, or
@@ -52,8 +54,8 @@ class TextLimits:
 
 def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
     """Returns the limits that a model's parameters state. By default, `max_model_len` is
-    `max_position_embeddings` of the checkpoint's config.json; without one (as for a .gguf file) there is no
-    limit.
+    `max_position_embeddings` of the checkpoint's config.json or of its `text_config`; without one (as for a
+    .gguf file) the number of tokens has no limit.
 
     Raises:
         ParameterError: a value is no integer of at least 1.
@@ -63,8 +65,8 @@ def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
 
 
 def _longest_sequence(checkpoint: Path) -> int | None:
-    """Returns `max_position_embeddings` of config.json; None if there is none, as in a directory with a
-    tokenizer alone, or for a .gguf file."""
+    """Returns `max_position_embeddings` of config.json or of its `text_config`; None if there is no valid
+    one, as in a directory with a tokenizer alone, or for a .gguf file."""
     try:
         config = json.loads((checkpoint / "config.json").read_text("utf-8"))
         found = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]

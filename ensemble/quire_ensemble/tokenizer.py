@@ -1,8 +1,7 @@
 """Tokenizer: turns text or chat messages into token ids, by the files of a checkpoint.
 
-One code path for all callers: the models before a generator, and the generator's frontend. Nothing of
-transformers is imported until a tokenizer is loaded. Neither Python code from the checkpoint nor the network
-is ever used.
+The models before a generator and the generator's frontend share this code. Nothing of transformers is
+imported until a tokenizer is loaded. Neither Python code from the checkpoint nor the network is used.
 """
 
 from __future__ import annotations
@@ -36,13 +35,15 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""A checkpoint directory with a tokenizer has at least one of these files, or a .gguf file."""
+"""Files of tokenizers. A checkpoint directory counts as having a tokenizer if it has one of these files, or
+without a config.json a .gguf file that holds a tokenizer."""
 
 _CHARACTERS_PER_TOKEN = 4
-"""A text with at most so many characters for each allowed token is tokenized in one piece, because most such
-texts fit."""
+"""A text with at most so many characters for each allowed token is tokenized at once, without a look at its
+first pieces, because most such texts fit."""
 _PIECE = 2**16
-"""Fewest characters of a longer text that are tokenized at a time, to see whether the text can fit."""
+"""Characters of the pieces in which a long text is looked at, to see whether it can fit. Pieces are longer
+where a token may be very long. A text of at most so many characters is not looked at."""
 
 _PROBE, _ARGUMENT, _TOOL = "part-probe", "argument-probe", "tool-probe"
 _PROBE_TOOL = {
@@ -67,8 +68,8 @@ def forbid_torch() -> None:
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
-    Safe to use from several threads: after loading, no call changes the state of the underlying tokenizer
-    (truncation and padding are switched off once, here, so that transformers never has to switch them).
+    Safe to use from several threads: after loading, no call changes the state of the underlying tokenizer.
+    (Loading switches truncation and padding off, so that transformers has not to switch them in a call.)
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -78,7 +79,9 @@ class Tokenizer:
             path: checkpoint directory, where a plain `tokenizer.json` is enough; or a .gguf file.
 
         Raises:
-            TokenizerError: the path does not exist, has no tokenizer, or one that cannot be read.
+            TokenizerError: the path does not exist, has no tokenizer, or one that cannot be read, or
+                chat_template.json is broken.
+            OSError: the directory cannot be listed.
         """
         self.path = Path(path)
         self.hf: Any = _load(self.path)
@@ -92,8 +95,8 @@ class Tokenizer:
             self.hf.chat_template = _processor_template(self.path)
 
     def warm_up(self) -> None:
-        """Does one-time work, such as compiling the template, so that no request waits for it. Call this
-        before there are requests.
+        """Does most of the one-time work, such as compiling the template, so that requests do not wait for
+        it. Call this before there are requests.
 
         Raises:
             TokenizerError: the chat template takes more time or memory than it may.
@@ -111,7 +114,8 @@ class Tokenizer:
 
     @staticmethod
     def exists(path: str | Path) -> bool:
-        """Whether a checkpoint has a tokenizer; without one a generator serves token ids only."""
+        """Whether a checkpoint has files of a tokenizer, which may still be broken. A generator without a
+        tokenizer reads no texts and no messages."""
         path = Path(path)
         return _gguf_file(path) is not None or any((path / name).is_file() for name in TOKENIZER_FILES)
 
@@ -139,9 +143,9 @@ class Tokenizer:
             text: any text; may be empty.
             add_special_tokens: whether the tokenizer adds its BOS and the like.
             field: name of the input for errors.
-            max_tokens: a text with far more tokens is refused as soon as that is clear, so that it takes no
-                more time and memory than a text that fits. A text with a few more may still be returned.
-                None: no limit.
+            max_tokens: most tokens of a prompt; None: no limit. A text of more than 65536 characters, and of
+                more than four for each of these tokens, is refused if its first pieces show that it has too
+                many tokens. Other texts with too many tokens are returned.
 
         Raises:
             InputError: the text is too long, the tokenizer gives up on it, or it holds an unpaired surrogate
@@ -156,8 +160,8 @@ class Tokenizer:
         `max_tokens`.
 
         A cut changes tokens only near itself: one token of the whole text may become many there, and a few
-        tokens beside it may differ. So a piece counts as three quarters of its tokens, less the length of the
-        longest token, and no text that fits is refused. (An exception is possible with BERT's tokenizers: a
+        tokens beside it may differ. So that a text that fits is not refused, a piece counts as three quarters
+        of its tokens, less the length of the longest token. (BERT's tokenizers make an exception possible: a
         text with words of more than 100 characters at each cut, and next to nothing between them.)
         """
         _refuse_surrogates(field, text)
@@ -176,15 +180,16 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Upper bound of the bytes of the longest token (a token's name may spell one byte with two). It is
-        at least 100, because BERT's tokenizers make a word of more than 100 characters one token."""
+        """Upper bound of the bytes of the vocabulary's longest token (a token's name may spell one byte with
+        two). It is at least 100, because BERT's tokenizers make a word of more than 100 characters one
+        token."""
         return max(100, max(len(name.encode("utf-8", "replace")) for name in self.hf.get_vocab()))
 
     @functools.cached_property
     def _fast(self) -> Any:
-        """The tokenizer in Rust that `hf` calls, if `hf` does nothing else. A direct call costs half, because
-        `hf` also asks for the place of each token. None: the tokenizer is written in Python, wholly or in
-        part."""
+        """The tokenizer in Rust that `hf` calls, if `hf` calls it by transformers' own methods. A direct call
+        costs half, because `hf` also asks for the place of each token. None: the tokenizer is written in
+        Python, wholly or in part."""
         from transformers import PreTrainedTokenizerFast
 
         own = (getattr(type(self.hf), name, None) for name in ("__call__", "_encode_plus"))
@@ -234,12 +239,12 @@ class Tokenizer:
     def encode_pair(
         self, first: str, second: str, *, fields: tuple[str, str], max_tokens: int | None = None
     ) -> tuple[list[int], int]:
-        """Token ids of two texts as one prompt, with the special tokens of pairs.
+        """Returns the token ids of two texts as one prompt, with the special tokens of pairs.
 
         Args:
             first: for rerankers the query.
             second: for rerankers the document.
-            fields: inputs named in errors about either text.
+            fields: names of the inputs, for errors about the first and the second text.
             max_tokens: see `encode`; each text is checked alone.
 
         Returns:
@@ -276,8 +281,8 @@ class Tokenizer:
 
         Raises:
             InputError: the checkpoint has no chat template; the template has no place for tools (with
-                tool_choice auto), refuses the messages, or writes too much; or `chat_template_kwargs` set a
-                name that clients must not set.
+                tool_choice auto), fails or refuses the messages, or takes too much time or writes too much;
+                or `chat_template_kwargs` set a name that clients must not set.
         """
         if not self.hf.chat_template:
             raise InputError(
@@ -322,8 +327,8 @@ class Tokenizer:
     ) -> tuple[list[int], ChatFormat]:
         """Returns the token ids of chat messages, and their ChatFormat for the generator.
 
-        The ids are those of the text from `render`. The template writes BOS itself, so none is added. Raises
-        InputError as `parse_conversation`, `render` and `encode` do.
+        The ids are those of the text from `render`. A template is expected to write BOS, so none is added.
+        Raises InputError as `parse_conversation`, `render` and `encode` do.
 
         Args:
             raw_json: a JSON list of messages, or an object (see `quire_ensemble.messages`).
@@ -363,7 +368,8 @@ class Tokenizer:
     @functools.cached_property
     def _reads_arguments_as_text(self) -> bool:
         """Whether the template writes the arguments of an earlier call unchanged, so that they must be JSON
-        text. Such a template writes an object in Python's form or not at all, or it raises."""
+        text. A template counts as such if it writes a text, but writes an object in Python's form or not at
+        all, or raises for an object."""
         arguments = {_ARGUMENT: _ARGUMENT}
 
         def is_written(text: str | None) -> bool:
@@ -374,7 +380,8 @@ class Tokenizer:
         return is_written(self._try_render_call(json.dumps(arguments)))
 
     def _try_render_call(self, arguments: Any) -> str | None:
-        """Renders messages with a tool call and its result. Returns None if the template fails."""
+        """Renders messages with a tool call and its result, and returns the text; None if the template
+        fails."""
         function = {"name": _TOOL, "arguments": arguments}
         call = {
             "id": "probe0000",
@@ -392,12 +399,12 @@ class Tokenizer:
 
     @functools.cached_property
     def _shows_tools(self) -> bool:
-        """Whether the template writes the name of a tool, or cannot read the messages of this probe."""
+        """Whether the template writes the name of a tool, or fails for the message that it is tried with."""
         text = self._try_render("hi", tools=[_PROBE_TOOL])
         return text is None or _TOOL in text
 
     def _try_render(self, content: Any, **kwargs: Any) -> str | None:
-        """Renders a user's message with this content. Returns None if the template fails."""
+        """Renders a user's message with this content, and returns the text; None if the template fails."""
         return self._try_render_all([{"role": "user", "content": content}], **kwargs)
 
     def _try_render_all(self, messages: list[dict[str, Any]], **kwargs: Any) -> str | None:
@@ -420,8 +427,8 @@ def _shows_lists(text: str) -> bool:
 
 
 def _gguf_file(path: Path) -> GGUFFile | None:
-    """Opens the GGUF file at a checkpoint's path. None: there is none, it cannot be read, it holds no
-    tokenizer, or the path is a directory with a config.json."""
+    """Opens the GGUF file at a checkpoint's path. None: there is none or several, it cannot be read, it holds
+    no tokenizer, or the path is a directory with a config.json."""
     # The package takes a while to import, and most checkpoints need it not.
     if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
         return None
@@ -439,7 +446,8 @@ def tokenizer_json(path: Path) -> str:
     """Returns the text of a checkpoint's tokenizer.json; for a .gguf file, the equivalent text.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such file, or it cannot be read.
+        UnicodeDecodeError: tokenizer.json is not UTF-8.
         TokenizerError: the tokenizer of a .gguf file cannot be read.
     """
     gguf = _gguf_file(path)
@@ -489,8 +497,8 @@ def _processor_template(path: Path) -> str | None:
 
 @functools.cache
 def _reserved_template_names() -> frozenset[str]:
-    """Returns the names that clients must not set, because they are arguments of the renderer or defined by
-    it. For example, `chat_template` would let a request bring its own program."""
+    """Returns names that `chat_template_kwargs` must not set, because they are arguments of the renderer or
+    defined by it. For example, `chat_template` would let a request bring its own program."""
     from jinja2.defaults import DEFAULT_NAMESPACE
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -23,7 +23,7 @@ class EnsembleModel(ABC):
     """Triton Python model (not decoupled: each request gets one response).
 
     Triton's dynamic batcher passes the requests that came in while the model worked, up to `max_batch_size`,
-    as one list, so that one round trip serves all. Every tensor of a request has a batch dimension of 1.
+    as one list, so that one round trip serves all. An input must have a batch dimension of 1.
 
     A `model.py` in a model repository subclasses one of our models and sets `pb_utils` to Triton's Python
     utilities, which exist only inside a stub process. Nothing heavy is imported before `initialize`: Triton
@@ -68,8 +68,8 @@ class EnsembleModel(ABC):
     @abstractmethod
     def execute(self, requests: list[Any]) -> list[Any]:
         """Returns one response per request, in order; None for a request that is answered through its
-        response sender. A wrong input fails only its own request, with INVALID_ARG. Any other error fails it
-        with INTERNAL. (But a tensor that Triton cannot decode fails the whole list.)
+        response sender. A wrong input fails only its own request, with INVALID_ARG. Other errors end a
+        request with INTERNAL. (But a tensor that Triton cannot decode fails the whole list.)
         """
 
     def _refusal(self, error: Exception, request_id: str) -> Any:
@@ -83,7 +83,7 @@ class EnsembleModel(ABC):
 
 
 def client_id(request: Any) -> str:
-    """Returns the id that the client gave its request, for log lines; empty if it cannot be read."""
+    """Returns the id that the client gave its request, for log lines; empty if it is not UTF-8."""
     try:
         return str(request.request_id())
     except UnicodeDecodeError:
@@ -96,8 +96,8 @@ def given_inputs(request: Any) -> dict[str, np.ndarray]:
 
 
 def unbatched(given: Mapping[str, np.ndarray], name: str, dims: int) -> np.ndarray:
-    """Returns an input of `dims` dimensions without its batch dimension, which must be 1: a request is one
-    conversation. Raises InputError if the input is missing or has another shape."""
+    """Returns an input without its batch dimension, which must be 1: a request is one prompt. `dims`: how
+    many dimensions the result must have. Raises InputError if the input is missing or has another shape."""
     array = given.get(name)
     if array is None:
         raise InputError(name, "is missing")
@@ -122,7 +122,7 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
     """Returns the path that the parameter `checkpoint` names; relative paths start at the model's directory.
 
     Raises:
-        ParameterError: the parameter is missing, or this process cannot open such a path.
+        ParameterError: the parameter is missing, or the path has letters that this process cannot open it by.
     """
     stated = parameters.get("checkpoint")
     if not stated:
@@ -137,8 +137,8 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
 
 
 def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
-    """Returns those of the named parameters that are stated, each an integer of at least 1; raises
-    ParameterError."""
+    """Returns the values of those of the named parameters that are stated and not empty. Raises
+    ParameterError unless each is an integer of at least 1."""
     return {name: integer_parameter(name, parameters[name]) for name in names if parameters.get(name)}
 
 
@@ -146,7 +146,8 @@ def integer_parameter(name: str, text: str, minimum: int = 1) -> int:
     """Returns the integer that a parameter states.
 
     Raises:
-        ParameterError: the text is no integer, or less than `minimum`; the message names the parameter.
+        ParameterError: the text is not 1 to 18 digits, or the number is less than `minimum`; the message
+            names the parameter.
     """
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
         raise ParameterError(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
 
 LONG_BYTES = 4096
-"""Most bytes of a prompt that Triton's thread tokenizes itself, in about a millisecond. A longer one goes to
-a thread of ours."""
+"""Most bytes of a prompt that Triton's thread tokenizes itself, usually in about a millisecond. A longer one
+goes to a thread of ours."""
 LONG_THREADS = 4
 """Number of threads for long prompts. They share the cores with each other and with short prompts."""
 
@@ -31,11 +31,11 @@ class TokenizerModel(EnsembleModel):
     """The tokenizer of an ensemble.
 
     Inputs, exactly one: `text_input` STRING [1, 1], `messages` STRING [1, 1]. Outputs: `input_ids` INT32
-    [1, n], `chat_format` STRING [1, 1] (empty for a text). Parameters named like the
-    fields of `TextLimits` set these.
+    [1, n], `chat_format` STRING [1, 1] (empty for a text). Parameters named like the fields of `TextLimits`
+    set these.
 
-    Short prompts are answered in the returned list. A long prompt must not delay others: a thread tokenizes
-    it, and answers through the request's sender after the list was returned.
+    Short prompts are answered in the list that `execute` returns. A long prompt must not delay others: a
+    thread tokenizes it, and answers through the request's response sender.
     """
 
     tokenizer: Tokenizer
@@ -58,7 +58,7 @@ class TokenizerModel(EnsembleModel):
         self._long.shutdown(wait=True)
 
     def _begin(self, request: Any) -> Any:
-        """Returns the response, or None if a thread will send it."""
+        """Returns the response to a request, or None if a thread will send it."""
         given, request_id = given_inputs(request), client_id(request)
         try:
             prompt = element(given, "text_input"), element(given, "messages")
@@ -72,12 +72,12 @@ class TokenizerModel(EnsembleModel):
     def _respond(
         self, request_id: str, text: bytes | None, messages: bytes | None, *, ask: bool = False
     ) -> Any:
-        """Returns the response to a request with this prompt.
+        """Returns the response to a request with this prompt: its token ids, or an error.
 
         Args:
             request_id: the client's id for the request.
-            text: see the inputs.
-            messages: likewise.
+            text: the input `text_input`; None: the request does not have it.
+            messages: the input `messages`; None: the request does not have it.
             ask: True: check that there is shared memory for the response, and return an error if there is
                 not.
         """

@@ -31,16 +31,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """The model's parameters in config.pbtxt (all of them `string_value`), except `checkpoint`."""
+    """The encoder model's parameters in config.pbtxt (all of them `string_value`), except `checkpoint`."""
 
     device: str = "auto"
-    """auto: the GPU of a KIND_GPU instance, else CUDA where it is visible, else cpu."""
+    """Device of the encoder: cpu, cuda, cuda:N or auto. auto: the GPU of a KIND_GPU instance, else CUDA where
+    it is visible, else cpu."""
     dtype: str = "float32"
     cache_bytes: int = 268435456
     """Most bytes of main memory for cached outputs, for each instance."""
     max_patches: int = 16384
     num_threads: int | None = None
-    """Threads on the CPU; unset: half of the cores."""
+    """Threads that torch may use if the encoder is on the CPU; unset: half of the cores."""
     output_device: str = "cpu"
     """cpu: the output is in main memory; gpu: it is on the encoder's GPU, for a generator that reads it
     there."""
@@ -52,7 +53,8 @@ class EncoderOptions:
         ignored.
 
         Raises:
-            ParameterError: a parameter is unknown, or out of range.
+            ParameterError: a parameter is unknown, or its value is not allowed (`device` and `dtype` are
+                checked later).
         """
         readers: Mapping[str, Any] = {
             "cache_bytes": partial(integer_parameter, minimum=0),
@@ -81,18 +83,18 @@ class _Image(NamedTuple):
     pixels: np.ndarray
     """float32 [rows of the image, row_size]."""
     grid: np.ndarray
-    """int32 [3]."""
+    """int32 [3]: the image's grid; the model family decides what the numbers mean."""
 
 
 class VisionEncoderModel(EnsembleModel):
     """The encoder of images.
 
     Inputs of a request, each with a batch dimension of 1: `pixel_values` FP32 [rows, row_size], `image_grid`
-    INT32 [images, 3]. Output: `image_embeds` FP32 [rows of all its images, hidden], without a batch
-    dimension; [0, hidden] for a request without images.
+    INT32 [images, 3]. Output: `image_embeds` FP32 [embedding rows of all its images, `hidden_size` of
+    `VisionTower`], without a batch dimension. A request without images gets no rows.
 
-    Of the arguments of `initialize` the instance's name, kind and device, the model's name and version are
-    read too. Parameters: the fields of `EncoderOptions`.
+    Parameters: `checkpoint` and the fields of `EncoderOptions`. Further arguments of `initialize` that are
+    read: the instance's kind and device, the model's name and version.
     """
 
     tower: VisionTower
@@ -125,9 +127,10 @@ class VisionEncoderModel(EnsembleModel):
         self._metrics = _EncoderMetrics(self.pb_utils, args)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Returns one response per request, in order. Each image that is not cached is encoded once. The
-        images of all requests share forward passes (`VisionTower.split`). A wrong request fails alone, with
-        INVALID_ARG. Requests with an image whose forward pass failed end with INTERNAL.
+        """Returns one response per request, in order. An image that is not cached is encoded once for all
+        requests that have it. The images of all requests share forward passes (`VisionTower.split`). A wrong
+        request fails alone, with INVALID_ARG. Requests with an image whose forward pass failed end with
+        INTERNAL. (A tensor that Triton cannot decode fails the whole list.)
         """
         jobs = [self._images(request) for request in requests]
         asked = [image for job in jobs if isinstance(job, list) for image in job]
@@ -155,8 +158,8 @@ class VisionEncoderModel(EnsembleModel):
         return [_Image(_cache_key(*image), *image) for image in zip(pixels, grid, strict=True)]
 
     def _encode(self, pending: Sequence[_Image], found: dict[str, np.ndarray]) -> dict[str, str]:
-        """Encodes the pending images, and adds their rows to `found` and to the cache. Returns the reasons of
-        failures by key."""
+        """Encodes the pending images, and adds their output rows to `found` and to the cache. Returns the
+        reasons of failures, by key of the image."""
         failures: dict[str, str] = {}
         for part in self.tower.split(np.array([image.grid for image in pending])):
             keys, pixels, grids = zip(*pending[part], strict=True)
@@ -192,8 +195,8 @@ class VisionEncoderModel(EnsembleModel):
         return pb.InferenceResponse([self._output(embeds)])
 
     def _output(self, embeds: np.ndarray) -> Any:
-        """Returns the output tensor: in main memory, or on the GPU (which no test runs, because that needs a
-        GPU)."""
+        """Returns the output tensor, in main memory or on the GPU as `output_device` says. (No test runs the
+        latter, because that needs a GPU.)"""
         if not self._output_on_gpu:
             return self.pb_utils.Tensor(EMBEDS, embeds)
         import torch
@@ -237,7 +240,7 @@ class _EncoderMetrics:
         self._gauge = metric(*self.GAUGE, kind.GAUGE)
 
     def count(self, **amounts: int) -> None:
-        """Adds to counters, by their key in FAMILIES."""
+        """Adds amounts to the counters with these keys in FAMILIES."""
         for key, amount in amounts.items():
             if amount and self._counters:
                 self._counters[key].increment(amount)

@@ -89,6 +89,7 @@ class VisionPreprocessorModel(EnsembleModel):
 
 
 def image_limits(parameters: Mapping[str, str]) -> ImageLimits:
-    """Returns the limits that a model's parameters state; raises ParameterError."""
+    """Returns the limits that a model's parameters state, with defaults for the others. Raises
+    ParameterError."""
     names = [field.name for field in dataclasses.fields(ImageLimits)]
     return ImageLimits(**integer_parameters(parameters, names))

@@ -1,8 +1,8 @@
-"""Vision prompts: text or messages with images to token ids, pixel values and positions.
+"""Vision prompts: makes token ids, pixel values and positions of a text or messages with images.
 
 The image processor of the checkpoint (transformers, with Pillow and numpy; neither torch nor torchvision)
-makes the pixel values. Everything else that a model's processor does is done here, and so are the M-RoPE
-positions of the Qwen models. The generator only has to put the images' rows into the prompt.
+makes the pixel values. The other work of a model's processor on images and text is done here, and so are the
+M-RoPE positions of the Qwen models.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SCALED_PIXELS = 2**26
-"""Most pixels of an image while a processor scales or pads it, unless the image itself has more. It is the
-square on the longer side of an image of 1:2 with the most pixels that are allowed by default."""
+"""Most pixels that an image may have after a processor has scaled or padded it, unless it has more before. It
+is the square on the longer side of an image of 1:2 with the most pixels that are allowed by default."""
 THREADS = 4
-"""Most images, of prompts with several, that are decoded at a time; the others wait in their encoded form.
-The image of a prompt with only one is decoded in the caller's thread."""
+"""Most images, of prompts with several, that a VisionProcessor processes at a time; encoded ones are not
+decoded before. The image of a prompt with only one is processed in the caller's thread."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class VisionPrompt:
     """Outputs of the model `vision_preprocessor` for one request, in the types and `dims` it declares."""
 
     input_ids: np.ndarray
-    """int32 [tokens]; every image's placeholder is there once for each of its rows."""
+    """int32 [tokens]; an image's placeholder is there once for each of its embedding rows."""
     pixel_values: np.ndarray
     """float32 [rows, row_size]; the model family decides what a row is (see `VisionConfig`)."""
     image_grid: np.ndarray
@@ -62,7 +62,7 @@ class VisionPrompt:
     """int32 [spans, 2]: first token and number of tokens of each run of placeholders. An image has one run;
     with Pixtral, one for each line of its rows."""
     position_ids: np.ndarray
-    """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
+    """int32 [3, tokens]: positions in time, height and width; of shape [0, 0] for models without M-RoPE."""
     chat_format: np.ndarray
     """bytes [1]: JSON of `ChatFormat`; empty for a text."""
 
@@ -72,7 +72,7 @@ _WARM_UP = b'[{"role": "user", "content": [{"type": "image"}, {"type": "text", "
 
 class _ProcessedImage(NamedTuple):
     pixels: np.ndarray
-    """float32 [rows, row_size]."""
+    """float32 [rows, row_size]: the image's part of `VisionPrompt.pixel_values`."""
     grid: Grid
 
 
@@ -97,7 +97,7 @@ class VisionProcessor:
 
         Raises:
             VisionError: config.json or the image processor's file is missing or broken, the model is of no
-                known family, or its parts do not fit together.
+                known family, or its tokenizer, image processor and configuration do not fit together.
         """
         self.path = Path(path)
         self.tokenizer = tokenizer
@@ -157,8 +157,8 @@ class VisionProcessor:
             pixels: uint8 [n, height, width, 3]: images instead of `images`, RGB.
 
         Raises:
-            InputError: an input is wrong. For a wrong image the field is `image[i]`, where i counts the
-                prompt's images.
+            InputError: an input is wrong. For one wrong image the field is usually `image[i]`, where i counts
+                the prompt's images from 0.
         """
         if images and pixels is not None:
             raise InputError("image, image_pixels", "at most one is allowed, both are given")
@@ -189,7 +189,8 @@ class VisionProcessor:
     def _encode_messages(
         self, raw: bytes, given: list[bytes | str | Image]
     ) -> tuple[list[int], list[bytes | str | Image], bytes]:
-        """Returns the token ids of messages, all their images in order, and their `chat_format`."""
+        """Returns the token ids of messages, all their images in order, and their `chat_format`. `given`: the
+        images for the image parts without data."""
         max_bytes = self.texts.max_prompt_bytes + self.limits.max_request_bytes * 4 // 3  # as base64
         conversation = chat.parse_conversation(raw, allow_images=True, max_bytes=max_bytes)
         messages, found = chat.split_images(conversation.messages)
@@ -218,8 +219,8 @@ class VisionProcessor:
         return token_ids, sources, ChatFormat.from_conversation(conversation, text).to_json()
 
     def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
-        """Reads the headers of the images, and checks that all images together are within the limits. No
-        image is decoded."""
+        """Reads the headers of the images that are encoded, and checks each image and all images together
+        against the limits. No image is decoded."""
         images: list[EncodedImage | Image] = []
         num_bytes = num_pixels = num_patches = 0
         is_alone = len(sources) == 1
@@ -245,20 +246,20 @@ class VisionProcessor:
         return _ProcessedImage(*self.config.processed(out))
 
     def _num_patches(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
-        """Returns the number of patches that the vision tower computes for an image. Raises InputError if the
-        image processor refuses the image."""
+        """Returns the number of patches that the vision tower computes for an image of this size. Raises
+        InputError if the image processor would refuse it."""
         try:
             return self.config.planned_patches(self._image_processor, size[1], size[0], is_alone)
         except ValueError as error:  # Qwen: an aspect ratio above 200
             raise _refused(index, error) from None
 
     def _most_pixels(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
-        """Returns the pixels of an image before or after scaling, whichever are more. A line of pixels that
-        is scaled to the height of a LLaVA image, or padded to a square, becomes huge, which the limits on
-        files do not see.
+        """Returns the number of pixels of an image, or of what `VisionConfig.scaled_size` says is made of
+        it, whichever is larger. A line of pixels that is scaled to the height of a LLaVA image, or padded to
+        a square, becomes huge, which the limits on files do not see.
 
         Raises:
-            InputError: scaling makes more than MAX_SCALED_PIXELS, and more than the image has.
+            InputError: the latter is more than MAX_SCALED_PIXELS, and more than the image has.
         """
         short, long = sorted(size)
         scaled = self.config.scaled_size(self._image_processor, short, long, is_alone)
@@ -301,9 +302,9 @@ class VisionProcessor:
         )
 
     def _find_placeholder(self) -> tuple[int, str, str]:
-        """Returns the placeholder's id, the text of `VisionConfig.mark`, and the text that stands for an
-        image: the mark, between the checkpoint's markers if there are any. Raises VisionError if the
-        tokenizer does not have them."""
+        """Returns the placeholder's id, the text of `VisionConfig.mark`, and the text of
+        `VisionConfig.marks`, which stands for an image: the mark, between markers if the family has any.
+        Raises VisionError if the tokenizer does not have these as added tokens."""
         found, ids = self.config.hf.image_token_id, self.config.marks
         hf = self.tokenizer.hf
         needed = {*ids, *(part for part in self.config.mark_parts if isinstance(part, int))}
@@ -320,8 +321,8 @@ class VisionProcessor:
         return int(found)
 
     def _try_processor(self) -> int:
-        """Runs the image processor once, so that a broken one fails here. Returns the size of a row of its
-        pixels."""
+        """Runs the image processor once, so that a broken one fails here, with VisionError. Returns the size
+        of a row of its pixels."""
         from PIL import Image as pil
 
         try:
@@ -350,8 +351,8 @@ def _load_image_processor(path: Path) -> Any:
 
 
 def _to_rgb(image: Image) -> Image:
-    """Returns the image in RGB, with transparency over white. Image processors do so themselves, unless their
-    files say otherwise; then they fail on anything but RGB."""
+    """Returns the image in RGB, with transparency over white. Most image processors do so themselves, but
+    their files may switch it off."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     from PIL import Image as pil
