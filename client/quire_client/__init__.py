@@ -1,5 +1,5 @@
-"""Client of a Quire server over KServe v2 gRPC, blocking and asyncio. Cancelling a request ends it in Quire's
-engine too.
+"""Client of a Quire server over KServe v2 gRPC, blocking and asyncio. Cancelling a request mostly ends it in
+the engine too.
 
 The package installs alone: it imports neither `quire` nor torch.
 """
