@@ -1,4 +1,5 @@
-"""Client of a Quire server over KServe v2 gRPC, blocking and asyncio. Cancelled requests end in the engine.
+"""Client of a Quire server over KServe v2 gRPC, blocking and asyncio. Cancelling a request mostly ends it in
+the engine too.
 
 The package installs alone: it imports neither `quire` nor torch.
 """

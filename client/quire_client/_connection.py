@@ -24,9 +24,11 @@ DEFAULT_URL = "localhost:8001"
 CANCEL_TIMEOUT = 2.0
 """Seconds a cancel request may take."""
 DRAIN_TIMEOUT = 0.5
-"""Seconds that a cancelled or finished stream has for its own end before its call is cancelled."""
+"""Seconds for each wait for a stream, whose request has ended or was cancelled, to end by itself. Its call is
+cancelled after that."""
 LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
-"""Seconds before each repeated cancel request, if the first one arrived before the request itself."""
+"""Seconds before each repetition of a cancel request, whose first sending may have arrived before the request
+itself."""
 CONTROL_TIMEOUT = 30.0
 """Seconds for a call that generates nothing (about models, or the server) if it has no deadline."""
 
@@ -40,13 +42,13 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 
 _NEAR = re.compile(r"(localhost|127\.[\d.]+|\[::1\]):")
-"""Addresses of this machine."""
+"""Matches the beginning of a URL that is a loopback address of this machine with a port."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Address of a server and how to call it; times in seconds. Raises InvalidArgument for a wrong address or
-    timeout."""
+    """Address of a server and how to call it; times in seconds. Raises InvalidArgument for an address that is
+    empty or has a scheme (`://`), and for a timeout that is not positive."""
 
     url: str = DEFAULT_URL
     timeout: float | None = None
@@ -62,8 +64,8 @@ class Settings:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Options of the gRPC channel. For a server on this machine they switch off the environment's proxy,
-        which gRPC would otherwise use."""
+        """Options of the gRPC channel. For a loopback address they switch off the environment's proxy, which
+        gRPC would otherwise use."""
         is_near = _NEAR.match(self.url) is not None
         return [
             *CHANNEL_OPTIONS,
@@ -75,9 +77,9 @@ class Settings:
         """gRPC metadata of a call.
 
         Args:
-            error_codes: True: adds `triton_grpc_error`. An error then ends the stream with its status code,
-                and may crash the server (see `AsyncClient`). False: an error comes only as a text in the
-                stream.
+            error_codes: True: adds `triton_grpc_error`. A model's error then ends the stream with its status
+                code, and may crash the server (see `AsyncClient`). False: a model's error comes as a text in
+                the stream.
         """
         own = (("triton_grpc_error", "true"),) if error_codes else ()
         return (*((k.lower(), v) for k, v in self.headers.items()), *own)
@@ -105,7 +107,7 @@ def check_timeout(timeout: float) -> None:
 
 
 class Deadline:
-    """A point in time by which all calls of one request must end; none with a timeout of None. Raises
+    """A point in time by which a request must end; with a timeout of None there is none. Raises
     InvalidArgument for a timeout that is not positive."""
 
     def __init__(self, timeout: float | None) -> None:

@@ -25,8 +25,8 @@ from quire_client._connection import Settings
 
 T = TypeVar("T")
 SIGNAL_S = 0.2
-"""Longest single wait of the main thread for a helper thread, in seconds. A signal that arrives just as a
-wait begins is handled after that wait."""
+"""Seconds after which a wait for the result of a helper thread is broken off and begun again. A signal that
+arrives just as a wait begins is handled after that wait."""
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -264,8 +264,8 @@ class AsyncioIO(_Channel):
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be sent: False if no event loop runs in this thread, because it, or the
-        interpreter, is shutting down."""
+        """Whether requests can be sent from this thread, in which an event loop must run. None does, for
+        example, when the interpreter is shutting down."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -281,11 +281,11 @@ class AsyncioIO(_Channel):
         return AsyncioCall(self._stream(request, options))
 
     def lock(self) -> Any:
-        """Returns a new lock for threads or tasks; it has `release()`."""
+        """Returns a new lock, which `acquire` takes and its own method `release()` gives back."""
         return asyncio.Lock()
 
     async def acquire(self, lock: Any, seconds: float | None = None) -> bool:
-        """Acquires the lock; returns False if somebody else held it for the whole timeout."""
+        """Acquires the lock; returns False if somebody else held it for all of `seconds`, else True."""
         try:
             return await asyncio.wait_for(lock.acquire(), seconds)
         except (TimeoutError, asyncio.TimeoutError):
@@ -317,7 +317,7 @@ class AsyncioIO(_Channel):
 
 
 class BlockingIO(_Channel):
-    """I/O in the threads of the callers, any number of them; else as `AsyncioIO`."""
+    """I/O that blocks, for any number of calling threads, with the methods of `AsyncioIO`."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, grpc)

@@ -19,7 +19,7 @@ MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Scrape:
-    """All samples of a scrape: labels and value, by metric name; `at` is the time in CLOCK_MONOTONIC seconds.
+    """Samples of a scrape: (labels, value), by metric name. `at` is the `time.monotonic()` of the scrape.
 
     Any program may answer at the address, so lines without a finite number are ignored."""
 
@@ -41,8 +41,8 @@ class Scrape:
 
     @classmethod
     def fetch(cls, url: str, timeout_s: float = 10.0) -> Scrape:
-        """Fetches a scrape. Raises OSError if there is no answer or its HTTP status is an error;
-        HTTPException or ValueError if the answer is not HTTP, or the URL is malformed.
+        """Fetches a scrape. Raises OSError, HTTPException or ValueError if that fails: for example, there is
+        no answer, it is not HTTP or has an error status, or the URL is malformed.
 
         Args:
             url: the URL of the metrics, or HOST:PORT.
@@ -73,7 +73,8 @@ class Interval:
     before: Scrape | None = None
 
     def grown(self, name: str, **labels: str) -> float:
-        """Growth of a counter between the two scrapes. A counter that was reset counts from zero."""
+        """Growth of a counter between the two scrapes, summed over its samples with these labels. If the sum
+        has become smaller, the counter was reset, and the present sum is returned."""
         now = self.now.total(name, **labels)
         before = 0.0 if self.before is None else self.before.total(name, **labels)
         return now - before if before <= now else now
@@ -85,8 +86,8 @@ class Interval:
         return self.grown(name, **labels) / (self.now.at - self.before.at)
 
     def quantile(self, share: float, name: str, **labels: str) -> float:
-        """Quantile `share` of a histogram, as Prometheus' histogram_quantile computes it; NaN if nothing was
-        measured."""
+        """Quantile `share` of what a histogram counted between the two scrapes, interpolated in a bucket as
+        by Prometheus' histogram_quantile. NaN if nothing was counted."""
         stated = self.now.values_of(f"{name}_bucket", "le")
         bounds = sorted((bound for bound in stated if not math.isnan(_number(bound))), key=float)
         counts = [self.grown(f"{name}_bucket", le=bound, **labels) for bound in bounds]
@@ -103,7 +104,7 @@ class Interval:
 
 
 def _number(text: str) -> float:
-    """Parses a number; returns NaN if the text is none."""
+    """Parses a number; returns NaN for any other text."""
     try:
         return float(text)
     except ValueError:

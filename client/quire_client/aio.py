@@ -1,4 +1,4 @@
-"""`AsyncClient`: calls and streams for asyncio; one channel carries thousands of concurrent streams.
+"""`AsyncClient`: calls and streams for asyncio; one channel may carry thousands of concurrent streams.
 
 `Client` runs the same coroutines over blocking I/O. So this module and `embedding.py`, which together hold
 the logic of both clients, await only their own coroutines and those of `_io.py`.
@@ -56,11 +56,11 @@ that a gateway's client invents gets an assumed schema, so the cache must be bou
 
 
 class AsyncStream(AsyncIterator[Chunk]):
-    """A running request: `async for chunk in stream`.
+    """A request and the chunks of its answer: `async for chunk in stream`.
 
     The request is sent by the first `async for` step, `async with` or `start()`. Leaving the stream early
     (`aclose()`, the end of an `async with` block, cancellation of the waiting task) cancels the request on
-    the server. A plain `break` without `async with` cancels too, when the stream is collected.
+    the server. A plain `break` without `async with` cancels it when the stream is garbage-collected.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         """Sends the request; does nothing if it was already sent or cancelled.
 
         Raises:
-            QuireClientError: unknown model, no connection, timeout, or a value that the model has no input
-                for.
+            QuireClientError: the request was not sent, for example because of an unknown model, no
+                connection, the timeout, or a value that the model has no input for.
         """
         if self._call is not None or self._over:
             return
@@ -216,12 +216,13 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self._final or self._over
 
     async def cancel(self) -> None:
-        """Ends the request on the server; returns when the server has been told, or when it has not answered
-        for a few seconds.
+        """Ends the request on the server; returns when the server has been told, or has not answered for some
+        seconds.
 
-        It first cancels by request id, which also reaches a generator inside an ensemble and lets the stream
-        end with its own final response. Then it cancels the call. It does nothing if the request is over or
-        is already being cancelled.
+        It first cancels by request id, if the model accepts that. This also reaches a generator inside an
+        ensemble and lets the stream end with its own final response. Then it cancels the call. It cancels
+        nothing if the request is over or is already being cancelled. A request that was not sent yet will not
+        be sent.
         """
         if self._over:
             return
@@ -277,7 +278,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """Asyncio client of a Quire (or any KServe) server. Lives in one event loop.
+    """Asyncio client of a Quire server, or of another one with Triton's gRPC API. Lives in one event loop.
 
     Args:
         url: HOST:PORT of the gRPC endpoint.
@@ -308,7 +309,7 @@ class AsyncClient:
         self._schemas: dict[str, ModelSchema] = {}
 
     async def generate(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> Result:
-        """Returns the whole answer, which the server sends in one response; arguments as for `stream`."""
+        """Returns the whole answer, without streaming if the model allows that; arguments as for `stream`."""
         return await self._answer(prompt, **arguments).result()
 
     async def chat(
@@ -325,8 +326,8 @@ class AsyncClient:
         """Returns the answer to a conversation (or to one message of the user).
 
         Args:
-            tools, tool_choice, parallel_tool_calls, response_format: as in OpenAI's chat completions; calls
-                are in `Result.tool_calls`.
+            tools, tool_choice, parallel_tool_calls, response_format: as in OpenAI's chat completions; the
+                calls of the first choice are in `Result.tool_calls`.
             arguments: as for `stream`.
         """
         asked = conversation(
@@ -356,7 +357,7 @@ class AsyncClient:
         timeout: float | None = None,
         **arguments: Any,
     ) -> Embeddings:
-        """Returns the embeddings of prompts, pooled as the model's checkpoint says.
+        """Returns the embeddings of prompts, one for each.
 
         Args:
             prompts: a text, its token ids, or several of either.
@@ -365,9 +366,9 @@ class AsyncClient:
             arguments: scheduling parameters, as for `stream`.
 
         Raises:
-            QuireClientError: the model gives no embeddings, or a prompt's request failed. The message names a
-                wrong prompt as `prompts[i]`, or as `prompts` if the argument is one prompt. The other
-                requests are cancelled then.
+            QuireClientError: the model gives no embeddings, or a prompt's request failed, which cancels the
+                requests of the other prompts. The message names a wrong prompt as `prompts[i]`, or as
+                `prompts` if the argument is one prompt.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         stated = arguments if dimensions is None else {"dimensions": dimensions, **arguments}
@@ -412,7 +413,7 @@ class AsyncClient:
         """Returns the scores of pairs of texts by a reranker.
 
         Args:
-            firsts: first text of each pair (the query), or one for all pairs.
+            firsts: list of the first text of each pair (the query), or one text for all pairs.
             seconds: second text of each pair (the document).
             use_activation: as for `classify`.
             timeout: seconds for all pairs together.
@@ -420,8 +421,8 @@ class AsyncClient:
 
         Raises:
             QuireClientError: there are not as many first as second texts, the model gives no scores, or a
-                pair's request failed. The message names a wrong pair as `seconds[i]`. The other requests are
-                cancelled then.
+                pair's request failed, which cancels the requests of the other pairs. The message names a
+                wrong pair as `seconds[i]`.
         """
         timeout = self._settings.timeout if timeout is None else timeout
         stated = {"use_activation": use_activation, **arguments}
@@ -433,7 +434,8 @@ class AsyncClient:
         """Sends a `cache_control` command to a generator and returns its answer.
 
         Raises:
-            InvalidArgument: unknown command, or the model has no cache.
+            InvalidArgument: the command is unknown or not allowed, or the model takes no commands. Other
+                errors depend on the command.
         """
         result = await self.generate(
             model=model, timeout=timeout, outputs=["text_output"], cache_control=command
@@ -443,13 +445,15 @@ class AsyncClient:
     async def requests(
         self, *, tenant: str = "", model: str = GENERATOR_MODEL, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Returns the tenant's requests that run or wait, and what each waits for.
+        """Returns an object with the tenant's requests that run or wait and what each waits for. If there are
+        many, it lists only some and counts the others.
 
         Args:
-            tenant: empty: list the requests that state no tenant.
+            tenant: empty: the tenant that the server takes from a header, or if there is none, requests
+                without a tenant.
 
         Raises:
-            InvalidArgument: the model does not list them.
+            InvalidArgument: the model does not list requests.
         """
         result = await self.generate(
             model=model,
@@ -466,8 +470,7 @@ class AsyncClient:
         return await self.cache_control({"command": "reset"}, **arguments)
 
     async def cache_inspect(self, **arguments: Any) -> dict[str, Any]:
-        """Returns the cache's sizes, hit counters, pins, sessions and tiers. Arguments as for
-        `cache_control`."""
+        """Returns the cache's sizes, hit counters, pins and tiers. Arguments as for `cache_control`."""
         return await self.cache_control({"command": "inspect"}, **arguments)
 
     async def cache_unpin(
@@ -503,11 +506,12 @@ class AsyncClient:
         return await self.cache_control({"command": "adapters"}, **arguments)
 
     async def load_adapter(self, name: str, path: str, **arguments: Any) -> dict[str, Any]:
-        """Loads a LoRA adapter, or replaces one of this name that no request uses. When this returns,
-        requests may name the adapter (`lora_name`).
+        """Loads a LoRA adapter. It replaces one of this name; that fails while requests use one with other
+        content. When this returns, requests may name the adapter (`lora_name`).
 
         Args:
-            path: the adapter's directory on the server, below `lora_root` of the model's configuration.
+            path: the adapter's directory on the server, below `lora_root` of the model's configuration; a
+                relative path starts there.
             arguments: as for `cache_control`.
         """
         return await self.cache_control({"command": "load_adapter", "name": name, "path": path}, **arguments)
@@ -525,14 +529,14 @@ class AsyncClient:
         )
 
     async def cancel(self, request_id: str, *, model: str = CHAT_MODEL, tenant: str = "") -> bool:
-        """Ends a tenant's running request by its id, whichever client started it.
+        """Ends a tenant's running or waiting request by its id, whichever client started it.
 
         Returns:
             True when the server had such a request; False when not, when the model cannot cancel by id, or
             when the cancel request failed.
 
         Raises:
-            QuireClientError: unknown model, or no connection.
+            QuireClientError: the model's schema was not known yet and could not be fetched.
         """
         return await self._cancel_by_id(await self._schema(model), request_id, tenant)
 
@@ -596,7 +600,7 @@ class AsyncClient:
     async def _control_unless_restricted(
         self, method: str, request: Any, deadline: conn.Deadline | None
     ) -> Any | None:
-        """Awaits a call; returns None if the server restricts the call or does not implement it."""
+        """Makes a call as `_control` does; returns None if the server restricts or does not implement it."""
         try:
             return await self._control(method, request, deadline)
         except QuireClientError as error:
@@ -605,7 +609,7 @@ class AsyncClient:
             raise
 
     def _answer(self, prompt: str | bytes | Sequence[str] | None, **arguments: Any) -> AsyncStream:
-        """Returns a request whose answer the server sends in one response."""
+        """Returns a request that asks for its answer without streaming."""
         return AsyncStream(self, prompt, stream=False, **arguments)
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
@@ -645,7 +649,7 @@ class AsyncClient:
         """Sends the cancel request; returns whether the generator knew the request, False also on an error.
 
         Args:
-            late: True: the call itself is already cancelled, so repeat an ensemble's cancel request a few
+            late: True: the call itself has already ended, so repeat an ensemble's cancel request a few
                 times: the generator may not have got the request from the ensemble yet.
         """
         try:

@@ -3,7 +3,7 @@
 The commands are in `commands/`, each in the file of its name. This module holds the entry point, which turns
 their exceptions into an exit status, and the command `completion`.
 
-Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C, 143
+Exit status: 0 done, 1 something failed (mostly with one line on stderr), 2 wrong usage, 130 Ctrl-C, 143
 SIGTERM.
 """
 
@@ -54,7 +54,7 @@ _COMMANDS: list[click.Command] = [
 @click.group(commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="quire-client")
 def cli() -> None:
-    """Talks to a Quire server over gRPC."""
+    """Commands for a Quire server, mostly over gRPC."""
 
 
 @cli.command()

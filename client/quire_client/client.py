@@ -85,7 +85,7 @@ class Stream(_Blocking[AsyncStream], Iterator[Chunk]):
 
     @property
     def done(self) -> bool:
-        """Whether the stream has ended: nothing more will come from the server."""
+        """Whether nothing more will come from the server; chunks that came may still be unread."""
         return self._async.done
 
     cancel = _blocking(AsyncStream.cancel)
@@ -94,7 +94,8 @@ class Stream(_Blocking[AsyncStream], Iterator[Chunk]):
 
 
 class Client(_Blocking[AsyncClient]):
-    """Blocking client of a Quire (or any KServe) server; arguments as for `AsyncClient`."""
+    """Blocking client of a Quire server, or of another one with Triton's gRPC API; arguments as for
+    `AsyncClient`."""
 
     __init__ = _made_by(_Calls)
 
@@ -109,8 +110,8 @@ class Client(_Blocking[AsyncClient]):
             images: encoded images (bytes) or files, for the messages' image parts in order; without such
                 parts they go before the text of the user's last message.
             model: default `vision_chat` with images, `generator` for token ids, else `chat`.
-            request_id: default an unguessable one; whoever knows it can cancel the request.
-            timeout: seconds for the whole request.
+            request_id: default an unguessable one; whoever knows it and the tenant can cancel the request.
+            timeout: seconds for the whole request; default the client's.
             parameters: Triton request parameters.
             outputs: names of the outputs to ask for instead of the usual ones.
             others: sampling parameters (`max_tokens`, `temperature`, `seed`, `stop`, `n`, `logprobs`,
@@ -120,8 +121,8 @@ class Client(_Blocking[AsyncClient]):
                 `beam_width` are for `generate` and `chat`: their choices are known only at the end.
 
         Raises:
-            QuireClientError: here for an unknown model, no connection, or a value that the model has no input
-                for; else while iterating.
+            QuireClientError: here if the request cannot be sent, for example because of an unknown model or a
+                value that the model has no input for; else while iterating.
         """
         return Stream(self._async.stream(prompt, **arguments))
 

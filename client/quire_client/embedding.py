@@ -1,4 +1,5 @@
-"""Embeddings and scores of any number of prompts: one request per prompt, at most `MAX_OPEN` at a time."""
+"""Embeddings and scores of any number of prompts or pairs of texts: one request for each, at most `MAX_OPEN`
+at a time."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from quire_client.protocol import ModelSchema
 from quire_client.types import Chunk, Embeddings, Message, Scores
 
 MAX_OPEN = 64
-"""Most requests in flight at a time; the server batches them."""
+"""Most requests of one call that are in flight at a time; the server batches them."""
 _COUNTS = ("finish_reason", "num_input_tokens", "num_cached_tokens")
 OUTPUTS = ("embedding", *_COUNTS)
 SCORE_OUTPUTS = ("scores", "label", *_COUNTS)
 _PROMPT = re.compile(r"(text_input|text_pair|input_ids|messages|prompt): ")
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
-"""A text, its token ids, or several of either."""
+"""A prompt, as text or as token ids, or several prompts."""
 
 
 class ChunkStream(AsyncIterable[Chunk], Protocol):
@@ -143,7 +144,7 @@ async def _pooled(
 
     Args:
         asked: what errors call each prompt, and its arguments.
-        outputs: outputs to ask for; the first is the result.
+        outputs: outputs to ask for, if the model has them; the first is the result.
     """
     deadline, wanted = conn.Deadline(timeout), outputs[0]
     schema = await client._schema(model, deadline)
@@ -184,7 +185,7 @@ async def _pooled(
 
 
 def _each(prompts: Prompts, name: str) -> Iterable[tuple[str, str | Sequence[int]]]:
-    """Yields each prompt, and what errors call it."""
+    """Yields for each prompt what errors call it, and the prompt."""
     # Whatever kind of number a token id is, it has no length.
     is_one = isinstance(prompts, str) or (
         len(prompts) > 0 and not any(hasattr(one, "__len__") for one in prompts)

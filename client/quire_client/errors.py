@@ -14,7 +14,7 @@ _RETRY_AFTER = re.compile(r"retry after (\d+(?:\.\d+)?) s")
 
 
 class QuireClientError(Exception):
-    """Base of every error this package raises about a request or a server."""
+    """Base of the errors that the client raises about a request or a server."""
 
     code = "UNKNOWN"
 
@@ -33,7 +33,7 @@ class InvalidArgument(QuireClientError):
 
 
 class NotFound(QuireClientError):
-    """There is no such model, adapter or running request."""
+    """Something that a call names is not there: a model, an adapter to unload or a request to cancel."""
 
     code = "NOT_FOUND"
 
@@ -52,11 +52,11 @@ class Unavailable(QuireClientError):
 
 
 class ConnectError(Unavailable):
-    """There is no server at the address, or the connection to it broke."""
+    """There is no connection to a server at the address, or it broke."""
 
 
 class Cancelled(QuireClientError):
-    """The request was cancelled, by this client or by the server."""
+    """The request was cancelled, by this client, by another one that knows its id, or by the server."""
 
     code = "CANCELLED"
 
@@ -75,7 +75,7 @@ class PermissionDenied(QuireClientError):
 
 
 class ServerError(QuireClientError):
-    """The server failed while it worked on the request (`code` says how)."""
+    """The server failed, or reports an error that no other class is for (`code` says which)."""
 
     code = "INTERNAL"
 

@@ -2,7 +2,7 @@
 
 An image has a grid: three numbers, whose meaning depends on the model family. The grid goes from the
 preprocessor to the encoder with the image's pixels. All counts of an image (rows of pixels, patches, rows of
-embeddings) follow from the grid. This module does not import torch.
+embeddings) follow from the grid and the configuration. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MAX_TILES = 256
 """Largest number of tiles per image; with LLaVA-NeXT and OneVision, besides the tile of the whole image."""
 MAX_PINPOINTS = 1024
 MAX_SIDE = 2**24
-"""Most pixels of an image's side, in a grid."""
+"""Largest height and width in a grid of LLaVA-NeXT or OneVision, and largest value of some keys of
+config.json."""
 _CLASS_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Number of rows before those of the patches, by the type of LLaVA's vision tower."""
 
@@ -38,8 +39,8 @@ _MOST_OF_TOWER = {
     "position_embedding_size": 2**16,
     "pooling_kernel_size": 64,
 }
-"""Largest values of a vision tower's keys. They bound its size, because the tower is built before its weights
-are read."""
+"""Largest values that are allowed for some keys of a vision tower's configuration. The tower is built before
+its weights are read, so a larger value might take all memory."""
 
 Grid = tuple[int, int, int]
 
@@ -53,9 +54,9 @@ class VisionConfig(ABC):
     patch: int
     """Pixels of a patch's side."""
     has_mrope: ClassVar[bool] = False
-    """Whether positions have three axes, by the images' grids."""
+    """Whether a token's position has three numbers (time, height, width), as in the Qwen models."""
     extra_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens in an image's part of a prompt, besides its placeholders."""
+    """Texts of the tokens that `sequence` adds to an image's placeholders."""
 
     @abstractmethod
     def rows(self, t: int, h: int, w: int) -> int:
@@ -71,11 +72,11 @@ class VisionConfig(ABC):
 
     @abstractmethod
     def check_image(self, t: int, h: int, w: int) -> None:
-        """Raises InputError of field `image_grid` for a grid that no image of this model has."""
+        """Checks an image's grid. Raises InputError of field `image_grid` if the model cannot take it."""
 
     def check_settings(self, processor: Any) -> None:  # noqa: B027
-        """Checks the settings of an image processor before it processes anything. Raises ValueError if they
-        do not fit the checkpoint, or do not bound the work for an image."""
+        """Checks some settings of an image processor before it processes anything; with some families none.
+        Raises an exception, mostly ValueError, if one does not fit the checkpoint or is not supported."""
 
     @abstractmethod
     def check_processor(self, processor: Any, out: Any) -> int:
@@ -106,33 +107,35 @@ class VisionConfig(ABC):
 
     @abstractmethod
     def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
-        """Returns `patches` for an image of this size in pixels, before it is decoded. Raises ValueError if
-        the image is refused."""
+        """Returns the number of patches that the vision tower will compute for an image of this size in
+        pixels, which need not be decoded yet. With some families, raises ValueError for a size that the image
+        processor refuses."""
 
     def scaled_size(self, processor: Any, short: int, long: int, is_alone: bool) -> tuple[int, int]:
-        """Returns the shorter and the longer side, in pixels, that an image with the sides `short` and `long`
-        has after scaling and padding. If these do not grow with the image, returns `short` and `long`."""
+        """Returns the shorter and the longer side, in pixels, to which the image processor may first scale or
+        pad an image with the sides `short` and `long`. Returns `short` and `long` themselves if that cannot
+        make a huge image."""
         return short, long
 
     @property
     def marks(self) -> list[int]:
-        """Token ids that stand for an image in a text; `mark` is among them."""
+        """Token ids of the text that stands for one image, in order; `mark` is among them."""
         return [self.mark]
 
     @property
     def mark(self) -> int:
-        """Token id that a text has once for each image."""
+        """Token id that the text of a prompt has once for each image, until `mark_parts` replace it."""
         return self.hf.image_token_id
 
     @property
     def mark_parts(self) -> list[int | str]:
-        """Token ids and texts that replace `mark` in a text before it is tokenized. The placeholder is one of
-        them."""
+        """Token ids and texts that replace `mark` in the text of a prompt before it is tokenized. The
+        placeholder's id is one of them."""
         return [self.mark]
 
     def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
-        """Returns the token ids that replace an image's placeholder: the placeholder, once for each row of
-        embeddings, and extra tokens.
+        """Returns the token ids that replace an image's placeholder: the placeholder once for each row of
+        embeddings, and `extra` if the family has such tokens.
 
         Args:
             grid: grid of the image.
@@ -144,13 +147,13 @@ class VisionConfig(ABC):
 
 @dataclass(frozen=True)
 class LlavaConfig(VisionConfig):
-    """LLaVA 1.5: images of one size. A row is an image, [C, H, W]; a grid is (1, patches down, patches
-    across)."""
+    """LLaVA 1.5: images of one size. A row of `pixel_values` is an image, [C, H, W]; a grid is (1, patches
+    down, patches across)."""
 
     side: int
-    """Pixels of an image's side."""
+    """Pixels of a side of an image, or of a tile."""
     extra_rows: int
-    """Rows in addition to those of the patches; -1: the row of a patch is dropped."""
+    """Rows of embeddings in addition to those of the patches; -1: the row of a patch is dropped."""
 
     @property
     def patches_per_side(self) -> int:
@@ -160,7 +163,7 @@ class LlavaConfig(VisionConfig):
 
     @property
     def tile_tokens(self) -> int:
-        """Number of rows of embeddings for one image or tile."""
+        """Number of rows of embeddings that the projector makes for one image or tile."""
         return self.patches_per_side**2 + self.extra_rows
 
     def rows(self, t: int, h: int, w: int) -> int:
@@ -211,11 +214,11 @@ class AnyresConfig(LlavaConfig):
     """
 
     pinpoints: tuple[tuple[int, int], ...]
-    """Sizes (height, width) in pixels, multiples of a tile's."""
+    """Sizes (height, width) in pixels to which an image may be scaled; multiples of the tiles' `side`."""
     max_tiles: int | None
-    """OneVision: if an image has over 1.21 times as many embeddings (without padding) as this number of
-    tiles, they are scaled down to about as many. And if a prompt has several images, each is one tile. None:
-    LLaVA-NeXT, to which neither rule applies."""
+    """OneVision: if the tiles of an image, without padding, have over 1.21 times as many embeddings as this
+    number of tiles has, their embeddings are scaled down to about as many. None: LLaVA-NeXT, which does not
+    scale them down."""
 
     def rows(self, t: int, h: int, w: int) -> int:
         return t
@@ -248,16 +251,17 @@ class AnyresConfig(LlavaConfig):
         return (short, long) if self._is_tiled(is_alone) else (long, long)
 
     def tiles(self, h: int, w: int) -> tuple[int, int]:
-        """Returns the number of tiles down and across an image, not counting the tile of the whole image."""
+        """Returns how many tiles, (down, across), an image of this size in pixels is cut into. The tile of
+        the whole image does not count."""
         from transformers.image_processing_utils import select_best_resolution
 
         height, width = select_best_resolution((h, w), list(self.pinpoints))
         return height // self.side, width // self.side
 
     def shown(self, h: int, w: int) -> tuple[int, int]:
-        """Returns the rows and columns of the embeddings of all tiles together, without padding, scaled down
-        as `max_tiles` says, and without the mark after each row. (The arithmetic of `unpad_image` and
-        `pack_image_features` in transformers.)"""
+        """Returns how many rows and columns the embeddings of an image's tiles form together, without the
+        tile of the whole image. Padding and the mark after each row are not counted, and `max_tiles` is
+        applied. (The arithmetic of `unpad_image` and `pack_image_features` in transformers.)"""
         down, across = (n * self.patches_per_side for n in self.tiles(h, w))
         if w / h > across / down:
             down -= (down - int(round(h * (across / w), 7))) // 2 * 2
@@ -323,7 +327,8 @@ def _check_equal(processor: Any, **sizes: int) -> None:
 
 @dataclass(frozen=True)
 class PatchesConfig(VisionConfig):
-    """Images of any size. A row is a patch; a grid is (1, height, width) in patches."""
+    """Base of families whose images differ in size. A row of `pixel_values` is a patch; a grid is (1, height,
+    width) in patches."""
 
     merge: int
     """A square of `merge` x `merge` patches makes one row of embeddings."""
@@ -392,7 +397,8 @@ class Gemma4VisionConfig(PatchesConfig):
 
 @dataclass(frozen=True)
 class QwenConfig(VisionConfig):
-    """Qwen-VL: images of any size. A row is a patch; a grid is (time, height, width) in patches."""
+    """Qwen's vision models, whose images differ in size. A row of `pixel_values` is a patch; a grid is (time,
+    height, width) in patches."""
 
     merge: int
     """A square of `merge` x `merge` patches makes one row of embeddings."""
@@ -431,8 +437,8 @@ class QwenConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class InternVLConfig(VisionConfig):
-    """InternVL: tiles of one size, and the whole image after them. A row is a tile. A grid is (tiles, patches
-    down a tile, patches across a tile)."""
+    """InternVL: an image is cut into tiles of one size. If there are several, the whole image follows as one
+    more. A row of `pixel_values` is a tile. A grid is (tiles, patches down a tile, patches across a tile)."""
 
     side: int
     """Pixels of a tile's side."""
@@ -491,7 +497,7 @@ class PixtralConfig(PatchesConfig):
     """Pixtral's tower (in LLaVA, in Mistral 3). A token ends each line of an image's rows."""
 
     side: int
-    """Most pixels of an image's side."""
+    """Most pixels of an image's side, after scaling."""
     extra_tokens: ClassVar[tuple[str, ...]] = ("[IMG_BREAK]", "[IMG_END]")
 
     @property
@@ -537,11 +543,11 @@ class PixtralConfig(PatchesConfig):
 
 
 def read_vision_config(path: Path) -> VisionConfig:
-    """Reads a checkpoint's config.json.
+    """Reads the VisionConfig of a checkpoint from its config.json.
 
     Raises:
-        VisionError: the file is missing, broken, or has no known vision part. The message is one line that
-            names the file.
+        VisionError: config.json is missing or broken, or has no supported vision part, or `check_directory`
+            refuses a file beside it. The message is one line that names the file.
     """
     from transformers import AutoConfig
 
@@ -567,7 +573,8 @@ def read_vision_config(path: Path) -> VisionConfig:
 
 
 def _size(vision: Any, name: str) -> int:
-    """Returns an integer key of the vision tower's configuration; raises ValueError outside [1, MAX_SIDE]."""
+    """Returns the value of a key of the vision tower's configuration. Raises ValueError unless it is an
+    integer from 1 to MAX_SIDE."""
     value = getattr(vision, name)
     if type(value) is not int or not 1 <= value <= MAX_SIDE:
         raise ValueError(f"{name} of the vision tower must be an integer of at least 1")
@@ -671,8 +678,8 @@ def _read_internvl(hf: Any) -> VisionConfig:
 
 
 def _pinpoints(stated: Any, side: int) -> tuple[tuple[int, int], ...]:
-    """Returns the checked `image_grid_pinpoints`: 1 to MAX_PINPOINTS pairs (height, width) in pixels. Raises
-    ValueError unless each is a multiple of a tile's `side`, and each pair at most MAX_TILES tiles."""
+    """Returns `image_grid_pinpoints` as pairs (height, width) in pixels. Raises ValueError unless they are 1
+    to MAX_PINPOINTS pairs of multiples of a tile's `side`, each pair of at most MAX_TILES tiles."""
     pairs = [tuple(one) if isinstance(one, list | tuple) else () for one in stated]
     if not 1 <= len(pairs) <= MAX_PINPOINTS:
         raise ValueError(f"image_grid_pinpoints must be 1 to {MAX_PINPOINTS} sizes, got {len(pairs)}")
@@ -704,5 +711,6 @@ _READERS = {
 
 
 def has_known_tower(values: Mapping[str, Any]) -> bool:
-    """Whether config.json has a vision part that is supported here."""
+    """Whether config.json has a vision part, and a `model_type` of which at least some vision parts are
+    supported here."""
     return values.get("vision_config") is not None and values.get("model_type") in _READERS

@@ -1,7 +1,7 @@
 """The vision parts of the supported model families: their modules, and the names of the modules' parameters.
 
-Each builds on the family's model class in transformers and leaves the language model out, so that
-`get_image_features` is transformers' own.
+A module is a model class of transformers without the language model, so `get_image_features` is transformers'
+own.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from quire_ensemble.vision_config import (
 
 
 class UnsupportedConfig(ValueError):
-    """The configuration asks for something there is no code for; the message says what."""
+    """The configuration asks for something that is not supported or not possible; the message says what."""
 
 
 class VisionFamily(ABC):
     """A vision part of one kind.
 
     Attributes:
-        module: the torch module; its parameters are uninitialised until they are filled.
+        module: the torch module; its parameters mean nothing until they are filled.
         row_size: values in one row of `pixel_values`.
         hidden_size: values in one row of the output.
-        sample_grid: grid of an image of a usual size, or of a smaller one.
+        sample_grid: grid of an image to warm up with.
     """
 
     module: Any
@@ -60,21 +60,22 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def __init__(self, config: VisionConfig) -> None:
-        """Builds the module in torch's default dtype; changes `config.hf`.
+        """Builds the module in torch's default dtype; may change `config.hf`.
 
         Raises:
-            UnsupportedConfig: the vision part of this configuration is not supported.
+            UnsupportedConfig: the vision part of this configuration is not supported. Other exceptions of
+                transformers and torch pass through.
         """
 
     @abstractmethod
     def name_of(self, stored: str) -> str | None:
-        """Returns one name for all spellings of a parameter in checkpoints and in versions of transformers.
-        None: the parameter does not belong to the vision part, or is not used here.
+        """Returns one name for the known spellings of a parameter in checkpoints and in versions of
+        transformers. None: the parameter does not belong to the vision part, or is not used here.
         """
 
     @abstractmethod
     def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
-        """Returns one [tokens, hidden_size] tensor per image, of the module's dtype.
+        """Returns the rows for the language model: one [tokens, hidden_size] tensor per image.
 
         Args:
             pixel_values: float32 [rows of all images, row_size] on the module's device.
@@ -87,7 +88,7 @@ class LlavaVision(VisionFamily):
 
     @property
     def module_class(self) -> Any:
-        """The class that builds the module from a configuration."""
+        """Class of the module, which is made from transformers' configuration."""
         return _LlavaModel
 
     def __init__(self, config: VisionConfig) -> None:
@@ -122,8 +123,8 @@ class LlavaVision(VisionFamily):
 
 
 class LlavaNextVision(LlavaVision):
-    """LlavaVision for the tiles of an image. The rows of all tiles are then joined and cut to the image, and
-    a mark is added to each line."""
+    """LlavaVision for LLaVA-NeXT and OneVision, whose images are tiles; one row is one tile, [C, H, W].
+    `pack_image_features` of transformers joins the embeddings of an image's tiles."""
 
     def __init__(self, config: VisionConfig) -> None:
         assert isinstance(config, AnyresConfig)
@@ -158,7 +159,7 @@ class Gemma3Vision(LlavaVision):
 
 
 class Gemma4Vision(VisionFamily):
-    """Tower and projector of Gemma 4. Images of any size; one row is one patch."""
+    """Tower and projector of Gemma 4. Images differ in size; one row is one patch."""
 
     def __init__(self, config: VisionConfig) -> None:
         merge = cast("Gemma4VisionConfig", config).merge
@@ -182,7 +183,7 @@ class Gemma4Vision(VisionFamily):
 
 
 class InternVLVision(VisionFamily):
-    """Tower and projector. One row is a tile, [C, H, W]."""
+    """Tower and projector of InternVL. One row is a tile, [C, H, W]."""
 
     def __init__(self, config: VisionConfig) -> None:
         vision, side = config.hf.vision_config, cast("InternVLConfig", config).side
@@ -237,7 +238,8 @@ class PixtralVision(VisionFamily):
 
 
 class QwenVision(VisionFamily):
-    """`visual` of Qwen2-VL, 2.5 and 3, and of Qwen3.5. Images of any size; one row is one patch.
+    """Vision tower (`visual`) of Qwen2-VL, 2.5 and 3, and of Qwen3.5. Images differ in size; one row is one
+    patch.
 
     With Qwen3-VL, each row of the output holds an embedding, then the features that deepstack adds after
     layers of the language model.
@@ -274,7 +276,7 @@ class QwenVision(VisionFamily):
 
 
 def family_of(config: VisionConfig) -> VisionFamily:
-    """Builds the vision part for a configuration. Raises UnsupportedConfig if it is not supported."""
+    """Builds the vision part for a configuration; raises as `VisionFamily.__init__` does."""
     families: dict[type[VisionConfig], Callable[[VisionConfig], VisionFamily]] = {
         LlavaConfig: LlavaVision,
         AnyresConfig: LlavaNextVision,
@@ -344,8 +346,8 @@ class _InternVLModel(modeling_internvl.InternVLModel):
 
 
 class _Mistral3Projector(modeling_mistral3.Mistral3MultiModalProjector):
-    """Mistral 3's projector, whose result here has a first dimension of size 1. Its caller in transformers
-    drops the first dimension if that is of size 1, and would else drop the dimension of a single row."""
+    """Mistral 3's projector, with a dimension of size 1 put before its result's. Its caller in transformers
+    squeezes the first dimension; without the added one, a result of a single row would lose that of rows."""
 
     def forward(self, image_features: torch.Tensor, image_sizes: torch.Tensor) -> torch.Tensor:
         return super().forward(image_features, image_sizes).unsqueeze(0)
@@ -379,7 +381,7 @@ class _Qwen3VLModel(modeling_qwen3_vl.Qwen3VLModel):
 
 
 class _Qwen3_5Model(modeling_qwen3_5.Qwen3_5Model):
-    """The tower's code is the same with experts in the language model."""
+    """Vision part of Qwen3.5, also of checkpoints whose language model has experts."""
 
     def __init__(self, config: Any) -> None:
         modeling_qwen3_5.Qwen3_5PreTrainedModel.__init__(self, config)
@@ -387,11 +389,12 @@ class _Qwen3_5Model(modeling_qwen3_5.Qwen3_5Model):
 
 
 def _stop_at_features(config: Any) -> int:
-    """Removes the layers above the last one whose output is used (LLaVA 1.5: one of 24) from the
-    configuration, and renumbers its `vision_feature_layer`. Returns the number of layers that stay.
+    """Removes from the configuration the tower's layers above the last one whose output is used (LLaVA 1.5:
+    one of 24), but not the first layer, and renumbers `vision_feature_layer`. Returns the number of layers
+    that stay.
 
     Raises:
-        UnsupportedConfig: the tower does not have a feature layer that the configuration names.
+        UnsupportedConfig: the configuration names no feature layer, or one that the tower does not have.
     """
     vision, stated = config.vision_config, config.vision_feature_layer
     states = vision.num_hidden_layers + 1  # the embedding's output is number 0

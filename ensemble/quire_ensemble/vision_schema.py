@@ -1,7 +1,7 @@
 """Tensors of the two vision models, stated once: the builder renders their config.pbtxt from these.
 
-Both models have a batch dimension, along which Triton's dynamic batcher joins requests. So each tensor of a
-request has a first dimension of 1 that `dims` does not list. The encoder answers with plain rows, without
+Both models have a batch dimension, along which Triton's dynamic batcher may join requests. So each tensor of
+a request has a first dimension of 1 that `dims` does not list. The encoder answers with plain rows, without
 this dimension, which Triton allows.
 """
 

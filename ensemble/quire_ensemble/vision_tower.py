@@ -25,7 +25,7 @@ PIXELS = "pixel_values"
 
 
 class VisionTower:
-    """Encodes images; equal to `get_image_features` of the full model in transformers. For one thread.
+    """Encodes images, as `get_image_features` of the full model in transformers does. For one thread.
 
     Attributes:
         device: device of the weights.
@@ -44,12 +44,13 @@ class VisionTower:
         max_patches: int = 16384,
         allow_pickle: bool = False,
     ) -> None:
-        """Loads the vision part; the language model's tensors are not read.
+        """Loads the vision part of a checkpoint.
 
         Args:
             path: checkpoint directory, with config.json and safetensors (or .bin, see `allow_pickle`).
-            device: `auto` (CUDA where visible), or a device of torch.
-            dtype: of weights and computation: float32, float16, bfloat16, or auto (config.json's).
+            device: `auto` (CUDA where visible), or a CPU or CUDA device of torch.
+            dtype: of weights and computation: float32, float16, bfloat16, or auto (config.json's, else
+                float32).
             num_threads: on CPU, how many threads torch may use in this process; None: half of the cores.
             max_patches: most patches in one forward pass, see `split`.
             allow_pickle: whether weights may be read from .bin files.
@@ -121,9 +122,9 @@ class VisionTower:
             raise InputError(PIXELS, f"has {pixel_values.shape[0]} rows, image_grid means {rows}")
 
     def split(self, grid: np.ndarray) -> list[slice]:
-        """Returns the images (rows of `grid` [n, 3]) of each forward pass, in order, so that its memory is
-        bounded. A forward pass has at most `max_patches` patches, or a single image. An image cannot be
-        divided, and the preprocessor limits its size.
+        """Returns a slice of the images (rows of `grid` [n, 3]) for each call of `encode`, in order. This
+        bounds the memory of a call. The images of a slice have at most `max_patches` patches together, or the
+        slice is a single image, which cannot be divided.
         """
         parts: list[slice] = []
         start = patches = 0
@@ -136,8 +137,7 @@ class VisionTower:
         return [*parts, slice(start, len(grid))] if len(grid) else []
 
     def encode(self, pixel_values: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
-        """Computes the rows for the language model in one forward pass; both arguments must have passed
-        `check`.
+        """Computes the rows for the language model; both arguments must have passed `check`.
 
         Args:
             pixel_values: float32 [rows of all images, row_size].
@@ -233,6 +233,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _images(grid: np.ndarray) -> list[Grid]:
-    """Returns the grid's rows as Python integers, because products of a client's 32-bit numbers must not
-    overflow."""
+    """Returns the grid's rows as tuples of Python integers, because products of a client's 32-bit numbers
+    must not overflow."""
     return [(int(t), int(h), int(w)) for t, h, w in grid]

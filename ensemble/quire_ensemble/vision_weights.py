@@ -1,7 +1,7 @@
-"""Fills the vision part of a model from a checkpoint's files, without reading the language model's tensors.
+"""Fills the vision part of a model from a checkpoint's files.
 
-safetensors are read tensor by tensor, pickles are memory-mapped (except files from before torch 1.6), and
-shards that hold nothing of the vision part are not opened.
+Only the vision part's tensors are read from safetensors. Pickles are memory-mapped, but files from before
+torch 1.6 are read whole. Shards that hold nothing of the vision part, by their index, are not opened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from quire_common.weight_files import NamedTensor, Wanted, find_files, read_pick
 from quire_ensemble.errors import VisionError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""Types in which a weight may be stored. Any other is quantised, and means nothing without its scales."""
+"""Types in which a weight may be stored. A weight of another type is mostly quantised, and means nothing
+without its scales."""
 
 _MAX_LISTED = 8
 
@@ -31,15 +32,15 @@ def fill_weights(
     """Copies a checkpoint's tensors into the targets, converting type and device on the way.
 
     Args:
-        targets: parameters to fill, by the names that `name_of` returns.
+        targets: parameters and buffers to fill, by the names that `name_of` returns.
         path: checkpoint directory.
         name_of: returns the model's name for a checkpoint's name; None: the tensor is not needed. A name that
             `targets` lacks is an error.
         allow_pickle: whether .bin files may be read (tensors only) where there are no safetensors.
 
     Raises:
-        VisionError: there are no weights, a file is broken, or a tensor is missing, unexpected, quantised or
-            of a wrong shape.
+        VisionError: there are no weights that may be read, a file is broken, or a tensor is missing,
+            unexpected, of a wrong shape or of a type that is not in DTYPES.
     """
     source, tensors = _find_files(path, lambda stored: name_of(stored) is not None, allow_pickle)
     filled: set[str] = set()
@@ -71,8 +72,8 @@ def fill_weights(
 
 
 def _find_files(path: Path, wanted: Wanted, allow_pickle: bool) -> tuple[Path, Iterator[NamedTensor]]:
-    """Returns (file to name in errors about missing tensors, the wanted tensors). Raises VisionError if there
-    are no files, or if they are pickles and `allow_pickle` is false."""
+    """Returns (file to name in errors about the tensors as a whole, the wanted tensors). Raises VisionError
+    if there are no files, their index is broken, or they are pickles and `allow_pickle` is false."""
     for name, read in (("model.safetensors", read_safetensors), ("pytorch_model.bin", read_pickle)):
         found = find_files(path, name, VisionError, wanted)
         if found is None:

@@ -15,7 +15,8 @@ from quire_client.types import Choice, Message, Result, Timing, collect
 
 
 class AnswerRun:
-    """One invocation of a command: the connection, the sampling parameters, and how answers are printed."""
+    """One invocation of `chat` or `generate`: the connection, the sampling parameters, and how answers are
+    printed."""
 
     def __init__(
         self, url: str, model: str | None, options: dict[str, Any], tools: Path | None = None
@@ -128,7 +129,7 @@ def _json_file(option: str, path: Path) -> Any:
 
 
 def _choice_fields(choice: Choice) -> dict[str, Any]:
-    """The fields of a choice in JSON: text and finish reason always, the others where they are not empty."""
+    """Returns fields of a choice for JSON: text and finish reason, and some others if they are not empty."""
     rest = {
         "reasoning": choice.reasoning,
         "tool_calls": list(choice.tool_calls),

@@ -35,7 +35,7 @@ def chat(
 ) -> None:
     """Answers PROMPT as a chat message; `-` reads it from stdin.
 
-    Without PROMPT at a terminal: a conversation. Ctrl-C ends an answer, Ctrl-D the conversation.
+    Without PROMPT and --image at a terminal: a conversation. Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     run = AnswerRun(url, model, options, tools)

@@ -19,7 +19,7 @@ from quire_client.protocol import GENERATOR_MODEL
 @click.option("--dimensions", type=click.IntRange(min=1), help="The first so many alone.")
 @click.option("--timeout", type=float, help="Seconds for all of them.")
 def embed_texts(texts: tuple[str, ...], url: str, model: str, **options: Any) -> None:
-    """Prints the embedding of each TEXT as a line of JSON; without any, of each line of stdin."""
+    """Prints the embedding of each TEXT as a line of JSON; without any, of each non-empty line of stdin."""
     if not texts:
         texts = tuple(line for line in prompt_text(None).split("\n") if line)
     with Client(url) as client:

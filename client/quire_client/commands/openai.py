@@ -1,4 +1,4 @@
-"""`quire-client openai`: the gateway that serves OpenAI's API."""
+"""`quire-client openai`: the gateway that serves an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def openai_gateway(
     served: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Serves the OpenAI API over HTTP, for any client of it. Without --api-keys keep it private."""
+    """Serves an OpenAI-compatible API over HTTP. Without --api-keys keep it private."""
     try:
         from quire_client.openai.app import GatewaySettings
         from quire_client.openai.images import ImagePolicy

@@ -22,8 +22,8 @@ from quire_client.protocol import GENERATOR_MODEL
 def profile(file: Path, url: str, model: str, steps: int, seconds: float) -> None:
     """Records what the engine does in its next steps, and writes it to FILE for Perfetto or chrome://tracing.
 
-    Shows how near each kind of step came to the limits of the device. The first profile of an engine
-    measures these limits; its steps wait half a second for that."""
+    Shows how near each kind of step came to the limits of the device, if that is known. The first profile of
+    an engine measures these limits; its steps wait about half a second for that."""
     with Client(url) as client:
         command = {"command": "profile", "steps": steps, "seconds": seconds}
         answer = client.cache_control(command, model=model)

@@ -18,7 +18,7 @@ from quire_client.protocol import GENERATOR_MODEL
 @click.option("--tenant", default="", help="Whose; default: those of nobody in particular.")
 @click.option("--json", "as_json", is_flag=True, help="The server's answer, as one JSON line.")
 def requests(url: str, model: str, tenant: str, as_json: bool) -> None:
-    """Lists the requests that run or wait in a generator, and what each waits for."""
+    """Lists a tenant's requests that run or wait in a generator, and what each waits for."""
     with Client(url) as client:
         answer = client.requests(model=model, tenant=tenant)
     if as_json:
