@@ -42,7 +42,8 @@ class Adapters:
         self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()
 
     async def list_adapters(self, client: AsyncClient) -> Mapping[str, Adapter]:
-        """Returns the adapters of one server, by name."""
+        """Returns the adapters of one server by name, without those that have a model's name. Models that do
+        not list their adapters now, such as sleeping ones, are left out."""
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if time.monotonic() - when >= LISTED_S:
             found = {}
@@ -62,7 +63,7 @@ class Adapters:
         """Returns the schema of the model that serves a name, and the adapter if the name is an adapter's.
 
         Raises:
-            NotFound: there is neither a model nor an adapter of this name.
+            NotFound: neither a model nor a listed adapter has this name.
         """
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if name not in found or time.monotonic() - when >= LISTED_S:
@@ -78,8 +79,11 @@ class Adapters:
         """Loads an adapter on every server; returns the text that vLLM answers with.
 
         Raises:
-            RequestError: a wrong body, or there is an adapter of this name and `load_inplace` is not set.
-            QuireClientError: a server refused. The servers asked before it keep the adapter.
+            RequestError: a wrong body, an adapter of this name is listed and `load_inplace` is not set, or
+                `model` is not stated and not exactly one model can have adapters.
+            QuireClientError: a server refused or did not answer.
+
+        After an error the servers asked before keep the adapter.
         """
         _check(body, LOAD_FIELDS, ("lora_name", "lora_path"))
         name, path = body["lora_name"], body["lora_path"]
@@ -97,8 +101,10 @@ class Adapters:
         the text that vLLM answers with.
 
         Raises:
-            RequestError: a wrong body.
-            QuireClientError: a server refused. The servers asked before it have unloaded the adapter.
+            RequestError: a wrong body, or `model` is not stated and not exactly one model can have adapters.
+            QuireClientError: a server refused or did not answer.
+
+        After an error the servers asked before have unloaded the adapter.
         """
         _check(body, UNLOAD_FIELDS, ("lora_name",))
         name = body["lora_name"]
@@ -109,7 +115,8 @@ class Adapters:
 
 
 async def bases(client: AsyncClient) -> list[str]:
-    """Returns the ready models that list adapters and whose requests, also streamed ones, may name one."""
+    """Returns the names of the ready models that have the inputs to list and to name adapters, without models
+    known not to stream."""
     found = []
     for info in await client.models():
         if info.ready:

@@ -1,4 +1,4 @@
-"""The gateway's routes: OpenAI requests in, requests of `AsyncClient` out."""
+"""The gateway's application and its HTTP routes, most of which answer with the help of `AsyncClient`."""
 
 from __future__ import annotations
 
@@ -91,13 +91,14 @@ DESCRIBED_S = 5.0
 class GatewaySettings:
     """Settings of the gateway.
 
-    url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
-    timeout: seconds for one request; None: no limit.
+    url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, separated by commas.
+    timeout: seconds for a generation, or for all embeddings or scores of a request; None: no limit.
     images: limits on the images that are fetched for requests.
     api_keys: file of API keys, see `keys.py`; None: clients need no key.
     metrics: whether /metrics is served.
-    access_log: file to which a line of JSON is appended for each request; `-`: stderr; None: no log.
-    cors_origins: origins from which browser pages may call the gateway; "*": any.
+    access_log: file to which a line of JSON is appended for each request that `ObserverMiddleware` observes;
+        `-`: stderr; None: no log.
+    cors_origins: other origins whose pages may call the gateway in a browser; "*": any.
     names: names by which clients call the models."""
 
     url: str = conn.DEFAULT_URL
@@ -120,10 +121,10 @@ def create_app(
     """Returns the ASGI application. Its lifespan opens and closes the connections to the servers.
 
     Args:
-        make_fetcher: makes the fetcher of images; tests pass one with a transport of their own.
+        make_fetcher: makes the fetcher of images.
 
     Raises:
-        ValueError: the file of keys is wrong, or the log cannot be written.
+        ValueError: the file of keys is wrong or cannot be read, or the log cannot be opened.
     """
     observer = Observer(settings.api_keys, metrics=settings.metrics, log=settings.access_log)
     gateway = _Gateway(observer, settings.names)
@@ -203,8 +204,8 @@ class _Gateway:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """Lists the ready models that accept text or messages and answer with text, by the names that
-        `Names.listed` gives, and the server's LoRA adapters."""
+        """Lists the models of one server that `Names.listed` names, if they accept text or messages and
+        answer with text, and the server's LoRA adapters."""
         client = self.balancer.pick().client
         ready = [info.name for info in await client.models() if info.ready]
         schemas = {name: await client._schema(name) for name in ready}
@@ -276,7 +277,8 @@ class _Gateway:
     async def _prompt_ids(
         self, client: AsyncClient, parsed: TextRequest, schema: ModelSchema, hold: Hold
     ) -> list[list[int]]:
-        """Returns the token ids of each prompt of a request; raises as `token_ids` does."""
+        """Returns the token ids of each prompt of a request; raises as `token_ids` and
+        `ImageFetcher.with_images` do."""
         if parsed.input_ids is not None:
             return parsed.input_ids
         timeout = client._settings.timeout
@@ -422,7 +424,8 @@ class _Gateway:
         """Sends the request to the client's server and returns it.
 
         Raises:
-            RequestError: the model has not the inputs or outputs for it.
+            RequestError: the model lacks an input or output for the request, `lora_name` is another adapter
+                than the request's model, or as `ImageFetcher.with_images`.
             QuireClientError: as `AsyncStream.start`.
         """
         schema, adapter = await self._find(client, parsed.model)
@@ -454,8 +457,8 @@ class _Gateway:
         return request
 
     async def _messages(self, stated: Mapping[str, Any], hold: Hold) -> bytes:
-        """Returns the JSON for the server's input `messages`: messages with images fetched, and fields
-        beside them."""
+        """Returns the JSON for the server's input `messages`: the messages with images fetched, and the other
+        fields of `stated`."""
         fetched = await self.fetcher.with_images(stated["messages"], hold)
         beside = {name: value for name, value in stated.items() if name != "messages"}
         # Without such fields it is a bare list, which models of other backends understand, too.
@@ -470,7 +473,8 @@ def _takes(parsed: TextRequest, schema: ModelSchema) -> bool:
 
 
 def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[str, Any]:
-    """Returns the parameters, with `lora_name` set if the request's model name was an adapter's."""
+    """Returns the parameters, with `lora_name` set if the request's model name was an adapter's. Raises
+    RequestError if they name another adapter."""
     if adapter is None:
         return dict(sampling)
     if sampling.get("lora_name") not in (None, "", adapter.name):
@@ -479,14 +483,14 @@ def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[
 
 
 def _is_text_model(schema: ModelSchema) -> bool:
-    """Whether a model accepts text or messages and answers with text. (A tokenizer model accepts text,
-    too.)"""
+    """Whether a model accepts text or messages and answers with text; unknown outputs count as text. (A
+    tokenizer model accepts text, too.)"""
     answers = schema.outputs is None or "text_output" in schema.outputs
     return answers and any(name in schema.inputs for name in PROMPTS)
 
 
 def _needed(parsed: TextRequest) -> list[tuple[str, str]]:
-    """Returns (field of the request, output of the model) for each field whose answer needs that output."""
+    """Returns pairs: a field that the request uses, and a model output without which it cannot be served."""
     needed = (
         ("tools", "tool_calls", parsed.has_tools),
         ("logprobs", "logprobs", parsed.top_logprobs is not None),

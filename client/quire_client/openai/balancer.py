@@ -28,7 +28,7 @@ last option bounds one connection attempt to which nothing answers."""
 
 
 class Server:
-    """One of the gateway's servers, and the requests that were sent to it."""
+    """One of the gateway's servers: its client, whether it is ready, and how many requests it has."""
 
     def __init__(self, url: str, timeout: float | None) -> None:
         self.url = url
@@ -39,7 +39,7 @@ class Server:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that were given to the server and have not ended."""
+        """Number of unfinished requests, among those that `start` and `counted` count. A `Batch` is one."""
         return self._num_starting + sum(not stream.done for stream in self._streams)
 
     async def start(self, starting: Awaitable[Started]) -> Started:
@@ -69,27 +69,27 @@ class Server:
             raise
 
     async def ask(self) -> bool:
-        """Asks the server now whether it is ready, and returns the answer."""
+        """Asks the server now whether it is ready, and returns the answer; False if none comes."""
         self.is_ready = await self.client.server_ready(timeout=PROBE_TIMEOUT)
         return self.is_ready
 
     async def probe(self) -> None:
-        """Calls `ask` every `PROBE_INTERVAL` seconds until it is cancelled."""
+        """Calls `ask` again and again, with PROBE_INTERVAL seconds between the calls, until cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(PROBE_INTERVAL)
 
 
 class Balancer:
-    """Chooses a server for each request, among the ready ones if there are any: the server of its session,
-    else the one with the fewest requests.
+    """Chooses a server for a request, among those last seen ready if there are any: the server of the
+    request's session, or without a session the one with the fewest requests.
 
-    A request stays with its server, because only this server can cancel it. Nothing is sent twice: if a
-    server dies, its requests end with an error.
+    A request stays with its server, because only this server can cancel it. It is not repeated on another: if
+    a server dies, its requests end with an error.
 
     Args:
         urls: HOST:PORT of the servers' gRPC endpoints.
-        timeout: seconds for one request; None: no limit.
+        timeout: default timeout of the clients' requests, in seconds; None: no limit.
 
     Raises:
         InvalidArgument: a bad address or timeout.

@@ -11,11 +11,11 @@ from quire_client.aio import AsyncStream
 from quire_client.types import Chunk, Result, collect
 
 AHEAD = 4
-"""Most chunks, per stream of the batch, that wait for the reader; all streams share this room."""
+"""Room for chunks that wait for the reader, per stream of the batch. All streams share the queue."""
 
 
 class Batch(AsyncIterator[Chunk]):
-    """Running requests of one model as one; a chunk's `batch_index` is the number of its request.
+    """Several requests to one model, read as one; a chunk's `batch_index` is the number of its request.
 
     `start` sends them all. If one fails, all are ended.
     """
@@ -77,7 +77,8 @@ class Batch(AsyncIterator[Chunk]):
         return collect(self.request_id, self._streams[0].model, self._streams[0].started_at, chunks)
 
     async def aclose(self) -> None:
-        """Cancels the requests that have not ended; returns when the server has been told."""
+        """Cancels the requests that have not ended; returns when the server has been told, or has not
+        answered for a few seconds."""
         for reader in self._readers:
             reader.cancel()
         if self._readers:

@@ -24,7 +24,8 @@ _STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
     (DeadlineExceeded, 504),
 )
 MAX_MESSAGE = 2000
-"""Most characters of an error's text, which may repeat arbitrarily long parts of a request."""
+"""Most characters of an error object's `message` and of its `param`. Uncut, both may repeat any part of a
+request."""
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
 
 
@@ -34,19 +35,19 @@ class RequestError(Exception):
 
     message: str
     param: str | None = None
-    """Path of the wrong value in the request's body; None if no single value is wrong."""
+    """Path in the request's body of the value that the error is about; None if it is not about one."""
     status: int = 400
     retry_after: int | None = None
-    """Seconds after which another attempt has a chance."""
+    """Seconds after which another attempt has a chance; None: not known."""
     code: str | None = None
-    """OpenAI's code for this kind of error, if it has one."""
+    """Value of `code` in the error object."""
 
 
 def error_object(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Returns the body of an error answer. Texts are cut to MAX_MESSAGE characters, and lone surrogates,
-    which have no UTF-8 form, are replaced."""
+    """Returns the body of an error answer. `message` and `param` are cut to MAX_MESSAGE characters, and their
+    lone surrogates, which have no UTF-8 form, are replaced."""
     message, param = _text(message), None if param is None else _text(param)
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
@@ -75,10 +76,11 @@ def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any
 
 @contextlib.contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that renames fields in the server's errors to the names that the client used.
+    """Context manager for InvalidArgument errors. If a message begins with the server's name of a field, the
+    name becomes the one that the HTTP client used.
 
     Args:
-        names: the client's names by the server's.
+        names: the HTTP client's names by the server's.
     """
     try:
         yield

@@ -1,9 +1,10 @@
 """Images of chat messages: `data:` URLs are passed on, http(s) URLs are fetched from hosts the operator
 allowed.
 
-Any client chooses the URL, so a fetch must not reach addresses that only this machine can reach, unless the
-host is allowed by its exact name. The host of every redirect must be allowed. Its addresses are resolved once
-and checked, and the connection goes to a checked address, so that a second DNS answer cannot lead elsewhere.
+Any client chooses the URL, so a fetch must not reach addresses that are not public, unless the host is
+allowed by its exact name. The host of every redirect must be allowed, too. For each request the host is
+resolved once, and the connection goes to one of these addresses, so that a second DNS answer cannot lead
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from quire_client.openai.errors import RequestError
 from quire_client.openai.intake import Hold
 
 MAX_IMAGE_BYTES = 20 * 2**20
-"""The server's default limit for one encoded image."""
+"""Default of `ImagePolicy.max_bytes`; the server has the same default limit for one encoded image."""
 MAX_REDIRECTS = 3
 FETCH_TIMEOUT = 10.0
-"""Seconds for one image, redirects and body included."""
+"""Default of `ImagePolicy.timeout`: seconds for fetching one image, redirects and body included."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _IMAGE_TYPE = re.compile(r"image/[a-z0-9.+-]{1,60}")
 _HOST = re.compile(r"(\*\.)?[^\s/@*?#\\]+")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""Function that resolves host and port to IP addresses; it raises OSError if there are none."""
+"""Function that resolves host and port to IP addresses; it may raise OSError."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class ImagePolicy:
     """Limits on the images that may be fetched.
 
     hosts: exact names, or `*.suffix` for every name below it, on any port; empty: nothing is fetched.
-    max_bytes: size of one image file.
-    timeout: seconds for one image.
+    max_bytes: largest size of one image file.
+    timeout: seconds for fetching one image.
 
     Raises:
         ValueError: a host that is not of these forms.
@@ -79,8 +80,8 @@ def _normal_pattern(pattern: str) -> str:
 
 
 def _normal_host(url: httpx.URL) -> str:
-    """Normalises a host: lower case, IDNA, without a trailing dot and without the brackets of an IPv6
-    address."""
+    """Returns the host of a URL, normalised: lower case, IDNA, without a trailing dot and without the
+    brackets of an IPv6 address."""
     return url.raw_host.decode("ascii").lower().removesuffix(".")
 
 
@@ -139,12 +140,11 @@ class ImageFetcher:
         await self._http.aclose()
 
     async def with_images(self, messages: list[Any], hold: Hold) -> list[Any]:
-        """Returns copies of the messages in which every http(s) image is a `data:` URL; all else is
-        unchanged.
+        """Returns the messages with the http(s) URLs of `image_url` parts replaced by `data:` URLs. The
+        messages given stay as they are.
 
         Raises:
-            RequestError: an audio part, a URL that may not be fetched, or whose fetch failed, more bytes than
-                a request may bring, or there is no room for them.
+            RequestError: there is an `input_audio` part, or as `fetch`.
         """
         copies = []
         for i, message in enumerate(messages):
@@ -166,7 +166,8 @@ class ImageFetcher:
         """Returns the image at an http(s) URL, as a `data:` URL.
 
         Raises:
-            RequestError: names `place` and the reason.
+            RequestError: the image may not be fetched, or its fetch failed (the message names `place`), it
+                has more bytes than the request may bring, or there is no room for them.
         """
         try:
             return await asyncio.wait_for(self._fetch(url, hold), self._policy.timeout)
@@ -194,7 +195,7 @@ class ImageFetcher:
         raise _Refused(f"more than {MAX_REDIRECTS} redirects")
 
     async def _get(self, url: httpx.URL) -> httpx.Response:
-        """Sends the request of one redirect step and returns the response, whose body is not yet read."""
+        """Requests one URL, without following redirects. Returns the response, whose body is not yet read."""
         host = self._checked_host(url)
         port = url.port or (443 if url.scheme == "https" else 80)
         if not 0 < port < 2**16:
@@ -267,8 +268,8 @@ class _Refused(Exception):
 
 
 def _part_url(part: Any, place: str) -> str | None:
-    """Returns the URL of an image part; None for other parts and wrong shapes, which the server checks.
-    Raises RequestError for an audio part."""
+    """Returns the URL of an `image_url` part; None for other parts and wrong shapes, which the server checks.
+    Raises RequestError for an `input_audio` part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "input_audio":
         raise RequestError(f"{place}: input_audio is not supported", param=place)

@@ -1,7 +1,8 @@
 """Intake: bounds how much client data the gateway holds and how long it waits for it, and parses the JSON.
 
-Any client chooses the length, pace and content of its bodies. All three are bounded here. Work that is slow
-for a large body runs in a thread, because one event loop carries the tokens of all requests.
+Any client chooses the length, pace and content of its bodies. This module has bounds for all three.
+`Hold.work` runs slow work for a large body in a thread, because one event loop carries the tokens of all
+requests.
 """
 
 from __future__ import annotations
@@ -19,35 +20,36 @@ from starlette.requests import Request
 from quire_client.openai.errors import RequestError
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Most bytes of one HTTP request, including the images fetched for it. An image of the server's largest size
-fits in base64."""
+"""Most bytes of one request's body, together with the images fetched for it, in base64. One image of the
+server's default limit fits."""
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
-"""Most bytes held at a time: requests that were not yet passed on to the server, and the values of their
-JSON."""
+"""Most bytes that all holds together may account for at a time: bodies, fetched images, and estimates for the
+values of the JSON."""
 BODY_TIMEOUT = 60.0
 """Seconds a body may take to arrive."""
 BODY_GRACE = 5.0
 """Seconds after which a body that is still arriving may be cut off to make room for others."""
 MAX_VALUES = 2**19
-"""Most values in the JSON of one body: enough for a prompt of half a million token ids."""
+"""Most values in the JSON of one body, as `count_values` counts them: enough for a prompt of half a million
+token ids."""
 MAX_DEPTH = 64
-"""Most nested lists and objects in the JSON of a body."""
+"""Most levels of nested lists and objects in the JSON of a body; the outermost object is one."""
 RETRY_AFTER = 1
 """Seconds in Retry-After when there is no room for a request."""
 _VALUE_BYTES = 64
-"""Bytes that each value of JSON counts for, whatever its real size."""
+"""Bytes that each value of JSON counts for; `Hold.take_text` may add more for long texts."""
 _INLINE_BYTES = 2**16
-"""Largest request, in bytes, that is processed in the event loop, because a thread would take longer."""
+"""Most bytes of a request whose `Hold.work` runs in the event loop, because a thread would take longer."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Intake:
-    """Accounts for the client data that the gateway holds until it is passed on to the server.
+    """Accounts for the client data that the gateway holds, in a `Hold` for each body.
 
-    working: lock for parsing or writing a large body, so that only one at a time takes the memory for it. If
-        one character of a text needs four bytes, Python stores each of its characters in four.
+    working: lock for the `Hold.work` of large requests, such as parsing, so that one at a time takes the
+        memory for it. If one character of a text needs four bytes, Python stores all of them in four.
     """
 
     def __init__(self) -> None:
@@ -105,7 +107,8 @@ class Hold:
         self._reserve(count * _VALUE_BYTES)
 
     def take_text(self, num_bytes: int) -> None:
-        """Adds the memory of a body's texts beyond the bytes received, which are already counted.
+        """Adds the part of `num_bytes`, the memory of a body's texts, that exceeds the bytes received. These
+        are already counted.
 
         Raises:
             RequestError: there is no room (503).
@@ -152,8 +155,8 @@ async def read_body(request: Request, hold: Hold) -> bytes:
     """Reads and returns the body of a request.
 
     Raises:
-        RequestError: the body is not of type JSON (415), is too long (413) or too slow (408), or there is no
-            room for it (503).
+        RequestError: the Content-Type is not JSON (415), the body is too long (413) or too slow (408), or
+            there is no room for it (503).
         ClientDisconnect: the client left before the body's end.
     """
     # Browsers send other types to any address without asking it first, so that every page could post here.
@@ -189,8 +192,8 @@ def count_values(body: bytes) -> int:
 
 
 def text_bytes(value: Any) -> int:
-    """Returns the bytes of memory of the strings in a JSON value, beyond the `_VALUE_BYTES` counted for each
-    value."""
+    """Returns the sum of the bytes of memory by which strings in a JSON value, keys included, each exceed
+    `_VALUE_BYTES`."""
     total, nodes = 0, [value]
     while nodes:
         node = nodes.pop()
@@ -204,8 +207,8 @@ def text_bytes(value: Any) -> int:
 
 
 def write_json(value: Any) -> bytes:
-    """Returns a value as JSON in UTF-8. It is written in pieces, because one `str` of the whole would store
-    every character as wide as the widest."""
+    """Returns a value as JSON in UTF-8, except that lone surrogates stay. The JSON is written in pieces,
+    because one `str` of the whole would store every character as wide as the widest."""
     pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value)
     return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
 

@@ -4,9 +4,8 @@ The file is JSON, one entry per key by the name that logs show:
 
     {"alice": {"sha256": "9f86d0...", "tenant": "research", "tokens_per_minute": 60000}}
 
-The file holds only hashes, so reading it reveals no key. Keys made by `new_key` are random and long, so a
-plain SHA-256 is enough. Keys are looked up by their hash, so the time of a lookup reveals nothing about a
-key.
+The file holds hashes in place of the keys. Keys made by `new_key` are random and long, so a plain SHA-256
+hides them. A key is looked up by its hash, so the time of a lookup does not tell how much of it was right.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _FIELDS = frozenset({"sha256", "tenant", "tokens_per_minute", "admin"})
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One entry of the file."""
+    """One entry of the file of API keys."""
 
     name: str
     sha256: str
@@ -48,8 +47,8 @@ class ApiKey:
 
 
 class Budget:
-    """Token bucket that holds a minute's tokens. Tokens are charged when their number is known, so the
-    bucket may go into debt. Then requests are refused until the debt is paid."""
+    """Token bucket that holds at most a minute's tokens. Tokens are charged when their number is known, so
+    the bucket may go into debt. Then new requests are refused until the debt is paid."""
 
     def __init__(self, per_minute: int) -> None:
         self._rate = per_minute / 60
@@ -57,7 +56,8 @@ class Budget:
         self._at = time.monotonic()
 
     def set_rate(self, per_minute: int) -> None:
-        """Changes the bucket's size; the tokens left, or owed, stay."""
+        """Changes the bucket's size and how fast it fills. A debt stays, and the tokens left stay as far as
+        they fit."""
         self._refill()
         self._rate, self._most = per_minute / 60, float(per_minute)
 
@@ -68,7 +68,7 @@ class Budget:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds until the bucket has a token; 0 if it has one now."""
+        """Whole seconds after which the bucket is neither empty nor in debt; 0 if it is neither now."""
         self._refill()
         return 0 if self._left > 0 else math.floor(-self._left / self._rate) + 1
 
@@ -78,11 +78,11 @@ class Budget:
 
 
 class KeyRing:
-    """The keys of a file, which is read again when it changes. If the changed file has an error, the old keys
-    stay valid, and the error is written to stderr.
+    """The keys of a file. After a change `find` reads the file again. If the changed file has an error, the
+    old keys stay valid, and the error is written to stderr.
 
     Raises:
-        ValueError: the file cannot be read, or is wrong; the message says where.
+        ValueError: the file cannot be read, or is wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class KeyRing:
         self._seen = _version(path)
         self._keys = read_keys(path)
         self._budgets: dict[str, Budget] = {}
-        """Budget of each key that has a limit, by the key's name."""
+        """Budgets of keys that have a limit and were used, by the key's name."""
 
     def find(self, authorization: str | None) -> ApiKey:
         """Returns the entry of the key in a request's header `Authorization: Bearer KEY`.
@@ -118,7 +118,7 @@ class KeyRing:
             raise RequestError(message, status=429, retry_after=seconds, code="rate_limit_exceeded")
 
     def charge(self, key: ApiKey, tokens: int) -> None:
-        """Charges the key's budget with tokens that a request has used."""
+        """Charges the key's budget, if it has one, with tokens that a request has used."""
         budget = self._budget(key)
         if budget is not None:
             budget.spend(tokens)
@@ -155,20 +155,20 @@ def check_admin(key: ApiKey | None) -> None:
 
 
 def new_key() -> str:
-    """A random key of 256 bits."""
+    """Returns a new key with 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
 def entry_of(key: str) -> dict[str, Any]:
-    """Returns the entry for a key that goes into the file of keys."""
+    """Returns the key's entry for the file of keys, with its hash alone."""
     return {"sha256": _digest(key)}
 
 
 def read_keys(path: Path) -> dict[str, ApiKey]:
-    """The keys of a file, by their hash.
+    """Returns the entries of a file of keys, by `sha256`.
 
     Raises:
-        ValueError: see `KeyRing`.
+        ValueError: the file cannot be read, or is wrong.
     """
     try:
         with path.open("rb") as file:
@@ -219,7 +219,8 @@ def _digest(key: str) -> str:
 
 
 def _version(path: Path) -> tuple[int, int, int]:
-    """Modification time (ns), size and inode of a file, to see whether it has changed; zeros: no file."""
+    """Returns modification time (ns), size and inode of a file, to see whether it has changed; zeros if they
+    cannot be read."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,8 +1,8 @@
-"""Log-probabilities in OpenAI's form, which names tokens by their texts.
+"""Log-probabilities in OpenAI's form, which names tokens by their texts, and those of prompts in vLLM's.
 
-The server's entries are `{"token_id": 5, "token": "a", "logprob": -0.1, "top": {"5": -0.1, "7": -2},
-"tokens": {"5": "a", "7": "b"}}`, with `"bytes": {"9": [195]}` for tokens that are parts of characters. The
-entry of a prompt's first token is null, because nothing precedes it.
+The server's entries are like `{"token_id": 5, "token": "a", "logprob": -0.1, "top": {"5": -0.1, "7": -2},
+"tokens": {"5": "a", "7": "b"}}`. Tokens that are parts of characters may have bytes: `"bytes": {"9": [195]}`.
+The entry of a prompt's first token is null, because nothing precedes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire_client.errors import ProtocolError
 
 @dataclass(frozen=True)
 class LogprobsFormat:
-    """The shape of one request's log-probabilities."""
+    """Writes the log-probabilities of one request in OpenAI's form for chats or for completions."""
 
     is_chat: bool
     num_top: int
@@ -37,7 +37,7 @@ class LogprobsFormat:
             prompt: the entries of the prompt if the text begins with it; else None.
             text: the text of the choice or the chunk.
             start: number of the choice's characters before `text`.
-            echoed: number of characters of `text` that are the prompt; None if not known.
+            echoed: number of characters of `text` that are the prompt; None: not known, or no prompt.
 
         Raises:
             ProtocolError: the entries have another form.
@@ -87,8 +87,8 @@ class LogprobsFormat:
         return told
 
     def _top(self, entry: Any) -> list[tuple[str, float, list[int] | None]]:
-        """Returns the most likely tokens, best first: text, log-probability, and the token's bytes if it is
-        a part of a character (else None)."""
+        """Returns the most likely tokens, best first: text, log-probability, and the bytes, which the server
+        sends for parts of characters; None if it sent none."""
         best = sorted((entry.get("top") or {}).items(), key=lambda item: -item[1])[: self.num_top]
         texts, parts = entry.get("tokens") or {}, entry.get("bytes") or {}
         return [(texts.get(i, f"token_id:{i}"), value, parts.get(i)) for i, value in best]
@@ -97,9 +97,10 @@ class LogprobsFormat:
 def places(tokens: list[str], text: str) -> list[int]:
     """Returns the position in `text` at which each token begins.
 
-    The text is matched from its end. A token that is not in the text (a special token) gets the position at
-    which the next token begins. Tokens that are parts of a character get the position of that character.
-    Tokens after the end of the text, which a stop string or a stream holds back, get successive positions.
+    The text is matched from its end. A token that is not in the text (a special token) usually gets the
+    position at which the next token begins. Successive parts of characters get the position of the first of
+    these characters. Tokens after the end of the text, which a stop string or a stream holds back, get
+    successive positions.
     """
     starts = [0] * len(tokens)
     end, loose = len(text), list[int]()
@@ -126,13 +127,15 @@ def places(tokens: list[str], text: str) -> list[int]:
 
 
 def _num_parts(tokens: list[str], which: list[int]) -> int:
-    """Returns how many of the tokens `which` are parts of characters."""
+    """Returns how many of the tokens at the indices `which` have a replacement character, as parts of
+    characters have."""
     return sum("\ufffd" in tokens[place] for place in which)
 
 
 def prompt_entries(entries: list[Any] | None, num_top: int) -> list[Any] | None:
     """Returns a prompt's log-probabilities in vLLM's form: for each position an object by token id, which
-    holds the prompt's own token and the most likely ones.
+    holds the prompt's own token and the most likely ones, or None for an entry of None. Without entries it
+    returns None.
 
     Raises:
         ProtocolError: the entries have another form.
@@ -161,7 +164,8 @@ def _text(entry: Any) -> str:
 
 
 def _bytes(entry: Any) -> list[int] | None:
-    """Returns the bytes of a token that is a part of a character; None if the server sent none."""
+    """Returns the bytes of the entry's token, which the server sends for parts of characters; None if it sent
+    none."""
     found: list[int] | None = (entry.get("bytes") or {}).get(str(entry["token_id"]))
     return found
 

@@ -14,7 +14,8 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics:
-    """The metrics of one gateway. Labels have few values, whatever clients send: known paths and models."""
+    """The metrics of one gateway. Labels have few values, whatever clients send: known paths, HTTP statuses,
+    and names of models that answered."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

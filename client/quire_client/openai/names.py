@@ -1,4 +1,4 @@
-"""`Names`: what clients call the server's models, and which of these the gateway lists."""
+"""`Names`: what clients call the server's models, and which of these names the gateway lists."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class Names:
         return cls(aliases)
 
     def model_of(self, name: str) -> str:
-        """Returns the model for a client's name, which is an alias or the model's own name."""
+        """Returns the model's own name for an alias; any other name is returned unchanged."""
         return self.aliases.get(name, name)
 
     def listed(self, schemas: Mapping[str, ModelSchema]) -> dict[str, str]:
-        """Returns the model of each name to list: of the aliases of ready models, and of the names of ready
-        models that have no alias and are neither members of an ensemble nor the `_unary` twin of another.
+        """Returns the models to list, by the name to list. These are the ready models that have aliases, by
+        each alias, and by their own names the ready models that have no alias and are neither members of a
+        ready ensemble nor the `_unary` twin of another.
 
         Args:
             schemas: schema of each ready model, by the model's name.
@@ -60,7 +61,7 @@ async def part_that(
     """Returns the model itself if `is_able` accepts it, else the ensemble's last member that `is_able`
     accepts.
 
-    If it accepts neither the model nor a member, the model itself is returned.
+    If `is_able` accepts neither the model nor a member, the model itself is returned.
     """
     if not is_able(schema):
         for step in reversed(schema.steps):

@@ -1,4 +1,4 @@
-"""`Observer`: checks each request's API key, and records the outcome in metrics and the access log."""
+"""`ObserverMiddleware`: checks requests' API keys, and records the outcome in metrics and the access log."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from quire_client.openai.replies import usage
 from quire_client.types import Chunk, Embeddings, Result, Scores
 
 GONE = 499
-"""Status, in log and metrics, of a request whose client disconnected before its answer was complete."""
+"""Status, in log and metrics, of a request whose client was seen to disconnect before its answer was
+complete, and of one that ended in another way without an answer."""
 _BESIDE = ("/tokenize", "/detokenize")
-"""Paths outside /v1/, named as in vLLM, that are also observed and, if the gateway has keys, need one."""
+"""Paths outside /v1/, named as in vLLM, that are also observed and, if the gateway has keys, need a key."""
 _SCORING = ("/v1/classify", "/v1/score", "/v1/rerank")
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", *_SCORING, "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Headers with a trace context. They are passed on to the server unchanged, if gRPC can carry them."""
+"""Headers with a trace context. Values of 1 to 512 printable ASCII characters become the `CALLER_TRACE` of
+the request."""
 _PASSED_ON = re.compile(r"[ -~]{1,512}")
 _SCOPE_KEY = "quire.exchange"
 
 
 @dataclass
 class Exchange:
-    """One request and its answer. Prompts and answers are not in it."""
+    """Record of one HTTP request and its answer, for log and metrics, without their texts."""
 
     method: str
     path: str
@@ -43,7 +45,7 @@ class Exchange:
     observer: Observer
     key: ApiKey | None = None
     model: str = ""
-    """Name of the model; empty until the server has confirmed that it knows the model."""
+    """Name of the model as the client wrote it; empty before the model was found."""
     request_id: str = ""
     streams: bool = False
     status: int = 0
@@ -52,13 +54,14 @@ class Exchange:
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     ttft: float | None = None
-    """Time to first token of a stream, in seconds; None before it, for answers that are not streamed, and if
-    token counts are neither needed (`counts_tokens`) nor part of the answer."""
+    """Time from the request to the first chunk of a stream that has tokens, in seconds; None before it, for
+    answers that are not streamed, and if tokens are not counted."""
     began: float = field(default_factory=time.monotonic)
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Time of the last token, by (number of the prompt, index of the choice)."""
+    """Time (CLOCK_MONOTONIC seconds) of the latest chunk with tokens, by (number of the prompt, index of the
+    choice)."""
     _prompts: set[int] = field(default_factory=set)
-    """Numbers of the prompts already counted. Every chunk repeats its prompt's token count, which counts
+    """Numbers of the prompts already counted. Chunks may repeat their prompt's token count, which counts
     once."""
     _num_reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     """Reasoning tokens so far, by (number of the prompt, index of the choice)."""
@@ -96,8 +99,8 @@ class Exchange:
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """Token counts of a stream so far, in OpenAI's form; None if the server does not count the prompt's
-        tokens."""
+        """Token counts of a stream so far, in OpenAI's form; None while no chunk has had the prompt's token
+        count."""
         counts = self._num_reasoning_tokens.values()
         num_reasoning_tokens = sum(counts) if counts else None
         return usage(
@@ -140,7 +143,7 @@ class Observer:
     """The keys, the metrics and the log of a gateway; each may be absent.
 
     Raises:
-        ValueError: the file of keys is wrong, or the log cannot be written.
+        ValueError: the file of keys is wrong or cannot be read, or the log cannot be opened.
     """
 
     def __init__(self, keys: Path | None, *, metrics: bool, log: Path | None) -> None:
@@ -194,8 +197,8 @@ class Observer:
 
 
 class ObserverMiddleware:
-    """ASGI middleware that observes requests below /v1/, /tokenize and /detokenize, and checks their keys if
-    the gateway has keys."""
+    """ASGI middleware for HTTP requests whose path begins with /v1/, /tokenize or /detokenize. It records
+    them in metrics and log, and checks their keys if the gateway has keys."""
 
     def __init__(self, app: Any, observer: Observer) -> None:
         self._app = app
@@ -248,7 +251,8 @@ def error_response(error: Any) -> JSONResponse:
 
 
 def _opened(path: Path | None) -> TextIO | None:
-    """Opens the log for appending; each line is written at once. `-` is stderr."""
+    """Opens the log for appending; each line is written at once. `-` is stderr. Raises ValueError if the log
+    cannot be opened."""
     if path is None:
         return None
     if str(path) == "-":

@@ -1,5 +1,5 @@
-"""The chat page at `/`: one file that loads nothing else. Its Content-Security-Policy allows only its own
-script and style, `data:` images, and requests to this gateway."""
+"""The chat page at `/`: one file that loads no other file. Its Content-Security-Policy allows its own script
+and style, `data:` images, and requests to this gateway."""
 
 from __future__ import annotations
 

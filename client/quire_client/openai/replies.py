@@ -16,8 +16,8 @@ from quire_client.types import Choice, Chunk, Embeddings, Result
 def finish_reason(reason: str | None) -> str:
     """Returns OpenAI's finish reason for the server's.
 
-    OpenAI has no reason for an answer that was cancelled or broken off. It becomes `length`, which says that
-    the answer is incomplete. If a model gives no reason, it becomes `stop`.
+    Reasons other than `stop` and `tool_calls`, such as `cancelled`, become `length`, which says that the
+    answer is incomplete. No reason becomes `stop`.
     """
     if reason == "tool_calls":
         return reason
@@ -196,7 +196,7 @@ class ReplyFormat:
 
     def closing(self, index: int, chunk: Chunk | None) -> dict[str, Any]:
         """Returns the object that ends a choice in a stream: the finish reason of its last chunk, without
-        text. `chunk`: this last chunk; None if none stated a reason."""
+        text. `chunk`: this last chunk; None if no chunk of the choice stated a reason."""
         reason = finish_reason(None if chunk is None else chunk.finish_reason)
         part = self._part(index, {} if self.is_chat else "", reason)
         if chunk is not None and chunk.server_timing is not None:

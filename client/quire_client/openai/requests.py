@@ -1,8 +1,9 @@
 """Parses bodies of OpenAI requests: checks their shape and turns them into arguments of the client library.
 
-The server checks the values of sampling parameters. A parameter that is absent (or null) is not sent, so the
-checkpoint's generation_config decides: the default temperature is the model's and not OpenAI's 1. The default
-of `max_tokens` is what the prompt leaves of the model's length, for completions too.
+The server checks most values of sampling parameters. A parameter that is absent (or null) is not sent. Then
+the server's default counts, which may come from the checkpoint's generation_config: the default temperature
+is not always OpenAI's 1. Without a default there, `max_tokens` is what the prompt leaves of the model's
+length, for completions too.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ QUIRE_SAMPLING = (
     "guided_choice",
     "guided_grammar",
 )
-"""Parameters of Quire that OpenAI does not have; they are passed on to the server. `priority`, `cache_salt`,
-`structured_outputs` and `guided_*` have vLLM's names. `tenant` is not among the parameters: it comes from the
-API key or a header."""
+"""Parameters of Quire that OpenAI does not have; they are passed on to the server. Many have vLLM's names.
+`tenant` is not among the parameters: it comes from the API key or a header."""
 SERVICE_FIELDS = frozenset(
     {
         "user",
@@ -144,7 +144,7 @@ _REASONS: dict[str, str] = {
     "allowed_token_ids": "logit_bias and structured_outputs say which tokens may follow",
     "use_beam_search": "beam_width above 1 asks for beams",
 }
-"""Reason why a field is refused, or the field to use instead."""
+"""Reason why a field is refused, or what to do instead, by the field's name."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """Known keys of `stream_options`. The last one (`include_obfuscation`) has no effect: answers are never
 padded."""
@@ -157,12 +157,13 @@ _COMPLETION_NAMES = {
 }
 _OWN_PROMPT_LOGPROBS = {**_COMPLETION_NAMES, "prompt_logprobs": "prompt_logprobs"}
 MAX_CHOICES = 1024
-"""Bound for counting choices; larger than any server's limit."""
+"""Bound for counting choices: an `n` that reaches it counts as 1. Quire's limit for `n` is lower."""
 MAX_MESSAGES = 4096
-"""Most messages of one conversation, and most content parts of all its messages; the server has the same
-limit of messages."""
+"""Most messages of a conversation for chat completions or /tokenize, and most content parts of all its
+messages together. The server has the same limit of messages."""
 MAX_IMAGES = 16
-"""Most images of one conversation; the server has the same limit by default."""
+"""Most images of a conversation for chat completions or /tokenize. The server has the same limit by
+default."""
 MAX_EFFORT = 32
 """Most characters of `reasoning_effort`."""
 MAX_INPUTS = 2048
@@ -170,33 +171,37 @@ MAX_INPUTS = 2048
 MAX_MODEL_LENGTH = 256
 """Most characters of a model's name."""
 _NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
-"""Values that ask for nothing. Fields with them are not sent, because not every model knows these fields."""
+"""Values with which `best_of`, `response_format` or a field beside the messages asks for nothing. The field
+is not sent then, because not every model knows it."""
 MAX_TOP_LOGPROBS = 20
-"""Limit for `logprobs`, `top_logprobs` and `prompt_logprobs`, as in OpenAI's chat completions."""
+"""Largest number of `logprobs`, `top_logprobs` or `prompt_logprobs`; OpenAI's chat completions have the same
+limit for `top_logprobs`."""
 _ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
 MAX_PROMPTS = 1024
-"""Most texts in `prompt` of one request for completions; larger than any server's limit."""
+"""Most texts in `prompt` of one request for completions. Quire's own limit is lower."""
 MAX_TOKEN_LISTS = 256
 """Most prompts of token ids in one request for completions. Each becomes a request to the server."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One request for text; exactly one of `messages`, `prompt`, `input_ids` is not None."""
+    """One request for text, or for /tokenize or /detokenize. As parsed it has exactly one of `messages`,
+    `prompt` and `input_ids`; the others are None."""
 
     model: str
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Whether each object of a stream has the token counts so far."""
+    """Whether the objects for a stream's chunks have the token counts so far."""
     sampling: dict[str, Any] = field(default_factory=dict)
     messages: dict[str, Any] | None = None
-    """Object with `messages` and those of MESSAGES_FIELDS that the body states."""
+    """Object with `messages` and the fields of MESSAGES_FIELDS that the request uses."""
     prompt: str | list[str] | None = None
     input_ids: list[list[int]] | None = None
     """Token ids of each prompt."""
     top_logprobs: int | None = None
-    """Number of most likely tokens to return for each token, beside its own; None: no log-probabilities."""
+    """Number of most likely tokens to return at each position. 0: log-probabilities of the text's own tokens
+    alone. None: no log-probabilities."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
     prompt_logprobs: int | None = None
@@ -207,7 +212,7 @@ class TextRequest:
     timing: bool = False
     """Whether the answer has `timing`: how long its parts took."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name of a field in the body, by its name on the server, for fields in which the two differ."""
+    """Names in the body, by names on the server, of fields that errors must call by the body's names."""
 
     @property
     def source(self) -> str:
@@ -250,7 +255,7 @@ class EmbeddingRequest:
     as_base64: bool
     """Whether embeddings are returned as little-endian float32 in base64, instead of lists of numbers."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """`dimensions`, and scheduling parameters."""
+    """Parameters for the server, such as `dimensions` and those of scheduling."""
 
 
 def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
@@ -285,7 +290,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     """Parses a body of /v1/chat/completions.
 
     Raises:
-        RequestError: an unknown or unsupported field, or a wrong type; the message names the field.
+        RequestError: an unknown or unsupported field, or a wrong value; the message names the field.
     """
     check_fields(body, CHAT_FIELDS, _CHAT_FIXED)
     messages = body.get("messages")
@@ -387,7 +392,7 @@ def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
 
 def _add_effort(effort: Any, beside: dict[str, Any]) -> None:
     """Adds `reasoning_effort` to the `chat_template_kwargs` in `beside`, unless these state it: only the chat
-    template can use it. Raises RequestError for a wrong type."""
+    template can use it. Raises RequestError for a wrong value."""
     if effort is None:
         return
     if not isinstance(effort, str) or not 0 < len(effort) <= MAX_EFFORT:
@@ -408,7 +413,8 @@ def _timing(body: Mapping[str, Any], sampling: dict[str, Any]) -> bool:
 
 
 def _top_logprobs(name: str, count: Any, sampling: dict[str, Any]) -> int:
-    """Checks the number of most likely tokens, stores it in `sampling` and returns it."""
+    """Checks the number of most likely tokens, stores it as `logprobs` in `sampling`, and returns it. Raises
+    RequestError for a wrong number."""
     if not _is_token(count) or not 0 <= count <= MAX_TOP_LOGPROBS:
         raise RequestError(f"{name}: must be an integer in [0, {MAX_TOP_LOGPROBS}]", param=name)
     sampling["logprobs"] = count
@@ -417,9 +423,9 @@ def _top_logprobs(name: str, count: Any, sampling: dict[str, Any]) -> int:
 
 
 def _as_template(message: Any) -> Any:
-    """Converts a message for chat templates. Null fields other than `content` and fields that only OpenAI's
-    answers have are dropped, so that clients may send answers back unchanged. The role `developer` becomes
-    `system`, and parts of type `refusal` become text."""
+    """Converts a message for chat templates. Null fields other than `content` are dropped, and so are fields
+    of OpenAI's answers such as `refusal`, so that clients may send answers back unchanged. The role
+    `developer` becomes `system`, and parts of type `refusal` become text."""
     if not isinstance(message, dict):
         return message
     kept = {
@@ -442,7 +448,8 @@ def _as_text(part: Any) -> Any:
 
 
 def _check_messages(messages: list[Any]) -> None:
-    """Checks the numbers of messages, content parts and images. The server checks their shapes."""
+    """Checks the numbers of messages, content parts and images; raises RequestError for too many. The server
+    checks their shapes."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     images = sum(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
@@ -474,13 +481,13 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], fixed: Mapping[
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON; in contrast to Python, 0 is not false."""
+    """Whether two values are equal, and both or neither of them are booleans."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Parses the fields that chat and completions have in common, as arguments of `TextRequest`; adds the
-    sampling parameters that they need to `sampling`. Raises RequestError."""
+    """Returns arguments of `TextRequest` that are parsed alike for chat and completions. If the body states
+    `prompt_logprobs`, it is also put into `sampling`. Raises RequestError."""
     stream = boolean("stream", body.get("stream"))
     usage, continuous = _stream_options(body.get("stream_options"), stream)
     count = body.get("prompt_logprobs")
@@ -502,7 +509,8 @@ def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]
 
 
 def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
-    """Returns whether token counts are wanted at the end of the stream, and whether also in each object."""
+    """Returns whether token counts are wanted at the end of the stream, and whether also in the objects for
+    chunks. Raises RequestError."""
     if options is None:
         return False, False
     if not isinstance(options, dict):

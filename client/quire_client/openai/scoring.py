@@ -43,7 +43,7 @@ class ScoringRequest:
     pair_field: str = ""
     """Field of the body that holds the second texts."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """`use_activation`, and scheduling parameters."""
+    """Parameters for the server, such as `use_activation` and those of scheduling."""
 
     @property
     def source(self) -> str:
@@ -128,13 +128,15 @@ def classify_reply(request: ScoringRequest, found: Scores) -> dict[str, Any]:
 
 
 def score_reply(request: ScoringRequest, found: Scores) -> dict[str, Any]:
-    """Returns the answer of /v1/score, as vLLM's."""
+    """Returns the answer of /v1/score, as vLLM's. Raises RequestError if the model gives several scores of a
+    pair."""
     data = [{"index": index, "object": "score", "score": one} for index, one in enumerate(_singles(found))]
     return _listed("score", request, found, data)
 
 
 def rerank_reply(request: ScoringRequest, found: Scores) -> dict[str, Any]:
-    """Returns the answer of /v1/rerank, as Jina's: the documents by descending score."""
+    """Returns the answer of /v1/rerank, as Jina's: results by descending score, at most `top_n`. Raises
+    RequestError if the model gives several scores of a pair."""
     results: list[dict[str, Any]] = []
     scores, documents = _singles(found), request.seconds or []
     for index in sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top_n]:
