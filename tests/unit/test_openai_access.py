@@ -20,6 +20,7 @@ import yaml
 from click.testing import CliRunner
 
 from quire_client.cli import cli
+from quire_client.openai import app as app_module
 from quire_client.openai import keys as keys_module
 from quire_client.openai import observer as observer_module
 from quire_client.openai.app import GatewaySettings
@@ -400,6 +401,20 @@ def test_a_client_that_leaves_is_in_the_log(
         assert server.ended.wait(WAIT)
     (line,) = log.read_text("utf-8").splitlines()
     assert json.loads(line)["status"] == 499
+
+
+def test_a_crash_is_500_in_the_log_as_for_the_client(
+    server: FakeKServe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def crash(self: Any, request: Any) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(app_module._Gateway, "models", crash)
+    log = tmp_path / "access.log"
+    with gateway(GatewaySettings(server.url, access_log=log)) as base:
+        assert httpx.get(f"{base}/v1/models", timeout=WAIT).status_code == 500
+    (line,) = log.read_text("utf-8").splitlines()
+    assert json.loads(line)["status"] == 500
 
 
 def test_a_log_that_exists_goes_on(server: FakeKServe, tmp_path: Path) -> None:

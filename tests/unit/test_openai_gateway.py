@@ -618,11 +618,12 @@ def test_a_body_without_end_is_refused(base: str) -> None:
     refused(reply, 413)
 
 
-def post_body(base: str, body: bytes) -> httpx.Response:
+def post_body(base: str, body: bytes, route: str = "chat/completions") -> httpx.Response:
     headers = {"content-type": "application/json"}
-    return httpx.post(f"{base}/v1/chat/completions", content=body, headers=headers, timeout=WAIT)
+    return httpx.post(f"{base}/v1/{route}", content=body, headers=headers, timeout=WAIT)
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "load_lora_adapter"])
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -631,10 +632,10 @@ def post_body(base: str, body: bytes) -> httpx.Response:
         (b'{"a": ' * 5000 + b"1" + b"}" * 5000, "at most 64 levels"),
     ],
 )
-def test_json_that_takes_long_to_parse_is_refused(base: str, body: bytes, message: str) -> None:
+def test_json_that_takes_long_to_parse_is_refused(base: str, body: bytes, message: str, route: str) -> None:
     """12 MiB of small values held everybody's tokens up: a parser cannot be interrupted, in a thread either,
     so values are counted before."""
-    assert message in refused(post_body(base, body))["message"]
+    assert message in refused(post_body(base, body, route))["message"]
 
 
 def test_json_of_64_levels_is_accepted(base: str) -> None:
@@ -652,8 +653,10 @@ def test_json_of_64_levels_is_accepted(base: str) -> None:
         ([{"role": "user", "content": [{"type": "image"}] * 9}] * 2, f"at most {MAX_IMAGES} images"),
     ],
 )
-def test_conversations_have_their_limits(base: str, messages: list[Any], message: str) -> None:
-    error = refused(post_body(base, json.dumps({"model": "chat", "messages": messages}).encode()))
+@pytest.mark.parametrize("route", ["chat/completions", "classify"])
+def test_conversations_have_their_limits(base: str, messages: list[Any], message: str, route: str) -> None:
+    body = json.dumps({"model": "chat", "messages": messages}).encode()
+    error = refused(post_body(base, body, route))
     assert error["param"] == "messages" and message in error["message"]
 
 

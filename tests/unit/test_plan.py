@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.errors import ConfigError
 from quire.plan.capacity import GPU_CONTEXT_BYTES, Target, advise, predict
 from quire.plan.cost import PRESETS
 from tests.fixtures.checkpoints import make_checkpoint, make_throughput_checkpoint

@@ -293,7 +293,7 @@ class _Gateway:
         `admin`."""
         check_admin(exchange_of(request.scope).key)
         with self.intake.open() as hold:
-            body = parse_json(await read_body(request, hold))
+            body = await _read(request, dict, hold)
             change = self.adapters.load if load else self.adapters.unload
             return PlainTextResponse(await change([s.client for s in self.balancer.servers], body))
 
@@ -523,20 +523,27 @@ def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -
 
 
 async def _parsed(request: Request, parse: Callable[[Mapping[str, Any]], Parsed], hold: Hold) -> Parsed:
-    body = await read_body(request, hold)
-    hold.take_values(await hold.work(count_values, body))
-
-    def read() -> tuple[Parsed, int]:
-        value = parse_json(body)
-        return parse(value), text_bytes(value)
-
-    parsed, num_bytes = await hold.work(read)
-    hold.take_text(num_bytes)
+    """Returns the parsed body of a request, with parameters that headers and the key state."""
+    parsed = await _read(request, parse, hold)
     stated = {field: request.headers[name] for name, field in HEADERS.items() if name in request.headers}
     key = exchange_of(request.scope).key
     if key is not None:
         stated["tenant"] = key.tenant
     return dataclasses.replace(parsed, sampling={**stated, **parsed.sampling})
+
+
+async def _read(request: Request, parse: Callable[[Mapping[str, Any]], Any], hold: Hold) -> Any:
+    """Reads the body of a request and returns what `parse` makes of it, on a thread."""
+    body = await read_body(request, hold)
+    hold.take_values(await hold.work(count_values, body))
+
+    def read() -> tuple[Any, int]:
+        value = parse_json(body)
+        return parse(value), text_bytes(value)
+
+    parsed, num_bytes = await hold.work(read)
+    hold.take_text(num_bytes)
+    return parsed
 
 
 async def _failed(request: Request, error: Any) -> Response:

@@ -227,8 +227,9 @@ class ObserverMiddleware:
                 except RequestError as error:
                     app = error_response(error)
             await app(scope, receive, send_noting_status)
-        except BaseException:
-            exchange.status = exchange.status or GONE
+        except BaseException as error:
+            # Starlette answers an Exception with 500, outside of this.
+            exchange.status = exchange.status or (500 if isinstance(error, Exception) else GONE)
             raise
         finally:
             self._observer.end(exchange)

@@ -296,7 +296,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise RequestError("messages: must be a list of messages", param="messages")
-    _check_messages(messages)
+    check_messages(messages)
     sampling = _sampling(body)
     most = body.get("max_completion_tokens")
     if most is not None and sampling.setdefault("max_tokens", most) != most:
@@ -376,7 +376,7 @@ def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
         return TextRequest(model, prompt=prompt)
     if not isinstance(messages, list):
         raise RequestError("messages: must be a list of messages", param="messages")
-    _check_messages(messages)
+    check_messages(messages)
     beside = {name: body[name] for name in MESSAGES_FIELDS if body.get(name) not in _NOTHING}
     return TextRequest(model, messages={"messages": [_as_template(one) for one in messages], **beside})
 
@@ -447,7 +447,7 @@ def _as_text(part: Any) -> Any:
     return part
 
 
-def _check_messages(messages: list[Any]) -> None:
+def check_messages(messages: list[Any]) -> None:
     """Checks the numbers of messages, content parts and images; raises RequestError for too many. The server
     checks their shapes."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]

@@ -15,6 +15,7 @@ from quire_client.openai.requests import (
     SERVICE_FIELDS,
     boolean,
     check_fields,
+    check_messages,
     is_input,
     model_name,
 )
@@ -63,6 +64,7 @@ def parse_classify(body: Mapping[str, Any]) -> ScoringRequest:
     if messages is not None:
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages: must be a list of messages", param="messages")
+        check_messages(messages)
         kwargs = body.get("chat_template_kwargs")
         stated: dict[str, Any] = {
             "messages": messages,
