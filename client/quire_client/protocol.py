@@ -1,9 +1,9 @@
 """KServe messages: model schemas, requests and responses. No I/O, except that image files are read.
 
-The client asks a model for its configuration, and then sends what that model declares. A sampling keyword
-becomes a typed tensor if the model has an input of that name (or of its alias) and the value fits it.
-Otherwise it becomes an entry of the `sampling_parameters` JSON or, without that input, a request parameter.
-So the server, and not this package, judges the values.
+The client asks a model for its configuration, and shapes requests by the inputs and outputs that the model
+declares. A sampling keyword becomes a typed tensor if the model has an input of that name (or of its alias)
+and the value fits it. Otherwise it becomes an entry of the `sampling_parameters` JSON or, without that input,
+a request parameter. So the server, and not this package, judges most values.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from quire_client.errors import InvalidArgument, ProtocolError
 from quire_client.types import NO_EXTRAS, Chunk, Extras, Message
 
 CHAT_MODEL = "chat"
-"""Ensemble of tokenizer and generator: the default for messages and text."""
+"""Name of the ensemble of tokenizer and generator: the default model for messages and text without images."""
 VISION_MODEL = "vision_chat"
-"""Ensemble of vision models and generator: the default where images are given."""
+"""Name of the ensemble of vision models and generator: the default model where images are given."""
 GENERATOR_MODEL = "generator"
-"""The decoupled model that generates: the default for token ids."""
+"""Name of the decoupled model that generates: the default model for token ids alone."""
 LARGE_PROMPT = 2**16
-"""Number of characters or token ids above which building a prompt's request is slow."""
+"""Number of characters of a text, or of token ids, above which building a request counts as slow."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 MAX_DIMS = 32
-"""Number of an output's dims that are used. A hostile server might send so many that their product takes
-long."""
+"""Most dims of an output's shape that are used; further ones are ignored. A hostile server might send so many
+that their product takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,16 @@ _DATATYPES: dict[str, tuple[type, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSchema:
-    """Schema of one model, as the client knows it: its tensors, its kind, and an ensemble's members."""
+    """Schema of one model, as far as the client knows it, with its tensors and an ensemble's members."""
 
     name: str
     inputs: Mapping[str, TensorInfo]
     outputs: frozenset[str] | None
-    """Names of the outputs; None when unknown, and then all are asked for."""
+    """Names of the outputs; None when unknown. Requests that name no outputs then ask for all."""
     kind: str = ""
     decoupled: bool | None = None
     steps: tuple[str, ...] = ()
-    """Members of an ensemble, first to last; empty for any other model."""
+    """Models of an ensemble's steps, first to last; empty if the model is no ensemble, or none are known."""
     is_batched: bool = False
     """Whether each tensor has a batch dimension before its dims."""
 
@@ -149,8 +149,8 @@ def schema_from_config(response: Any) -> ModelSchema:
 
 
 def schema_from_metadata(metadata: Any) -> ModelSchema:
-    """Returns the schema from a `ModelMetadataResponse`, which has tensors but neither ensemble members nor
-    policy: an ensemble is assumed to have the one member `generator`."""
+    """Returns the schema from a `ModelMetadataResponse`. This has tensors, but neither an ensemble's members
+    nor whether the model is decoupled: an ensemble is assumed to have the one member `generator`."""
     is_ensemble = metadata.platform == "ensemble"
     return ModelSchema(
         metadata.name,
@@ -162,7 +162,8 @@ def schema_from_metadata(metadata: Any) -> ModelSchema:
 
 
 def assumed_schema(name: str) -> ModelSchema:
-    """Returns a schema with Quire's own tensors, for a model about which the server says nothing."""
+    """Returns a schema with usual inputs of Quire's models, for a model about which the server says
+    nothing."""
     if name == CHAT_MODEL:
         return ModelSchema(name, KNOWN_INPUTS, None, "ensemble", steps=(GENERATOR_MODEL,))
     commands = {"cancel": TensorInfo("BOOL"), "cache_control": TensorInfo("BYTES")}
@@ -176,7 +177,8 @@ def _datatype(value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt sources as the caller gave them. The server checks that exactly one is given."""
+    """Prompt of a request, in the forms in which the caller gave it. The server checks that the forms go
+    together."""
 
     text: str | bytes | Sequence[str] | None = None
     """A text, or several for models that take several prompts in one request."""
@@ -184,11 +186,13 @@ class Prompt:
     """List of messages, an object {"messages": ..., "tools": ...}, or JSON text of either."""
     input_ids: Sequence[int] | None = None
     images: Sequence[bytes | str | os.PathLike[str]] = ()
-    """Encoded images (bytes), or files to read them from, in the order of their parts in the messages."""
+    """Encoded images (bytes), or files to read them from, in the order of their places in the prompt."""
 
     @property
     def is_large(self) -> bool:
-        """Whether building the request may be slow: many tokens, a long text, or any images."""
+        """Whether building the request may be slow: there are images, or more than LARGE_PROMPT token ids,
+        characters of a prompt that is one string, or texts of one that is a list. Messages that are not JSON
+        text do not count."""
         texts = (self.text, self.messages if isinstance(self.messages, str | bytes) else None, self.input_ids)
         return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
 
@@ -273,7 +277,8 @@ def build_request(
             holds a mapping whose entries the other keywords override.
         parameters: request parameters (str, bool, int, float).
         timeout: seconds, sent as Triton's `timeout` parameter in microseconds.
-        outputs: names of the outputs to ask for; None: those that the chunks of this request need.
+        outputs: names of the outputs to ask for; None: those that the chunks of this request need (all, if
+            the model's outputs are not known).
 
     Raises:
         InvalidArgument: the model has no place for a value, several texts or images, `input_ids` do not fit
@@ -416,7 +421,7 @@ def _add_sampling(request: Any, schema: ModelSchema, sampling: Mapping[str, Any]
 
 
 def _tensor_value(info: TensorInfo, value: Any) -> np.ndarray | None:
-    """Returns the value as data for this input, or None if its type or range does not fit."""
+    """Returns the value as data for this input. None: it has another type, or is an integer out of range."""
     values = list(value) if info.is_list and isinstance(value, list | tuple | np.ndarray) else [value]
     if info.datatype == "BYTES":
         if not info.is_list and isinstance(value, Mapping):
@@ -438,7 +443,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """Whether the value is a number in the range of a float; a very large integer is not."""
+    """Whether the value is a float, or an integer in the range of Python's floats. A bool is neither."""
     if _is_integer(value):
         return abs(int(value)) <= sys.float_info.max
     return isinstance(value, float | np.floating)
@@ -463,8 +468,8 @@ def _set_parameter(request: Any, name: str, value: Any, schema: ModelSchema, req
 def _wanted_outputs(
     schema: ModelSchema, prompt: Prompt, stream: bool, sampling: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the outputs to ask for: only useful ones, because each output costs the server time per
-    response. Empty, which asks for all, if the model's outputs are not known."""
+    """Returns the names of the outputs to ask for: only useful ones, because each output costs the server
+    time per response. An empty list asks for all; it is returned if the model's outputs are not known."""
     if schema.outputs is None:
         return []
     wanted = ["text_output", "output_ids", "finish_reason"]
@@ -493,16 +498,17 @@ def _wanted_outputs(
 
 
 def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool | None]:
-    """Returns the chunks of one `ModelInferResponse`, and whether it is final (None if the server does not
-    say).
+    """Returns the chunks of one `ModelInferResponse`, and whether the response is final (None if the server
+    does not say).
 
-    A response without outputs (a bare final flag) has no chunks. A response with k texts becomes k chunks.
-    For k above 1 their token ids are left out, because they cannot be assigned to the texts.
+    A response without outputs (a bare final flag) has no chunks. A response with k texts becomes k chunks,
+    and one with outputs but no text becomes one. For k above 1 the token ids are left out, because they
+    cannot be assigned to the texts.
 
     Raises:
         ProtocolError: an output has another kind of elements than expected, its data do not match its
-            datatype and shape, or an output that holds JSON (`logprobs`, `prompt_logprobs`, `tool_calls`,
-            `timing`) is malformed.
+            datatype and shape, an output that holds JSON (`logprobs`, `prompt_logprobs`, `tool_calls`,
+            `timing`) is malformed, or there are not as many raw data as outputs.
     """
     parameters = response.parameters
     final = parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in parameters else None
@@ -590,15 +596,15 @@ _EXTRA_PARSERS: dict[str, Callable[[str], Any]] = {
     "server_timing": _timing,
     "prompt_logprobs": partial(_parsed, "prompt_logprobs"),
 }
-"""Parsers for the fields of `Extras` that come as JSON text."""
+"""Parsers of the outputs that come as JSON text, by the field of `Extras` that they become."""
 
 
 def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
-    """Returns the elements of each output that a `Chunk` needs, in row-major order.
+    """Returns the elements, in row-major order, of each output that a `Chunk` needs, by the output's name.
 
     The key "" holds pairs for `Extras`: a field, and the output's first element (all elements for an
-    embedding and for scores). Neither numpy nor `InferResult` is used: both take several times as long for so
-    few elements.
+    embedding and for scores; None for an empty output). Neither numpy nor `InferResult` is used: both take
+    several times as long for so few elements.
     """
     if raw_contents and len(raw_contents) != len(outputs):
         raise ProtocolError(f"a response has {len(outputs)} outputs and the raw data of {len(raw_contents)}")

@@ -1,4 +1,4 @@
-"""Values that the client returns: chunks of a stream, results of whole requests, models of a server."""
+"""Values that the client returns, such as chunks of a stream, results of whole requests, and models."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
-"""One chat message: {"role": "user", "content": "..."}."""
+"""One chat message, for example {"role": "user", "content": "..."}."""
 
 
 ToolCall = dict[str, Any]
 """One call of a tool in OpenAI's form: {"id": ..., "type": "function", "function": {"name": ...,
-"arguments": "..."}}. A delta also has an `index`, the number of the call that it extends."""
+"arguments": "..."}}. A delta, which is a piece of a call, also has an `index`, the number of the call. Only a
+call's first delta has the other fields but `arguments`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Fields that few responses have: reasoning, tool calls, the prompt's log-probabilities, and others."""
+    """Fields of a chunk that are mostly empty: reasoning, tool calls, the prompt's log-probabilities, and
+    others."""
 
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -37,71 +39,82 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a streamed answer. The server may put several tokens into one chunk."""
+    """One part of an answer, streamed or not. The server may put several tokens into one chunk."""
 
     text: str
-    """New text since the last chunk of this choice; may be empty while a character is incomplete."""
+    """Text that is new since the choice's previous chunk; may be empty, for example while a character is
+    incomplete. With `output_mode` "cumulative" it is all text so far."""
     token_ids: tuple[int, ...] = ()
-    """New token ids; empty when the model does not return them."""
+    """Ids of the tokens that are new since the choice's previous chunk; empty if the response has none for
+    this chunk. With `output_mode` "cumulative" they are those of all tokens so far."""
     finish_reason: str | None = None
-    """`stop`, `length` ... on the last chunk of a choice, None before."""
+    """`stop`, `length` ... on the last chunk of a choice; None before, and where the server does not tell.
+    Models with vllm_backend's dialect give the text "None" before."""
     index: int = 0
-    """Number of the choice."""
+    """Number of the choice among those of its prompt, from 0."""
     final: bool = False
-    """True on the last chunk of the request (never, where the server sends its final flag alone)."""
+    """Whether the server marked this chunk as the last of its request. A server may also send this mark
+    alone, without a chunk."""
     logprobs: Any = None
-    """Parsed JSON of the model's `logprobs` output, aligned with `token_ids`."""
+    """Parsed JSON of the model's `logprobs` output, for a model of Quire a list with one entry per token of
+    the chunk; None if the response has no such output."""
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
-    """Tokens of this chunk, as the server counts them."""
+    """Number of tokens of this chunk, as the server counts them; None if it does not tell."""
     received_at: float = 0.0
-    """`time.perf_counter()` when the response arrived, seconds."""
+    """When the client took the response from the call: `time.perf_counter()`, in seconds."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that the server's KV cache had."""
+    """Number of the prompt's tokens that the server's KV cache had; None if the server does not tell."""
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities of the choice so far."""
+    """Sum of the log-probabilities of the choice's tokens so far; None if the server does not tell."""
     extras: Extras = NO_EXTRAS
-    """The rare fields. They are one field because each field of a chunk costs time in every response."""
+    """Further values, which most chunks do not have. They are one field because each field of a chunk costs
+    time in every response."""
 
     @property
     def reasoning(self) -> str:
-        """New text of what the model thinks before it answers."""
+        """Text of the model's reasoning that is new since the choice's previous chunk. With `output_mode`
+        "cumulative" it is all of that text so far."""
         return self.extras.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """New pieces of calls, see `ToolCall`."""
+        """New pieces (deltas) of tool calls, see `ToolCall`. With `output_mode` "cumulative" these are the
+        calls so far."""
         return self.extras.tool_calls
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string, or the token id as text, that ended the choice; on its last chunk."""
+        """The stop string, or the token id as text, that ended the choice, on its last chunk. None elsewhere,
+        and where nothing of the kind ended it or the server does not tell."""
         return self.extras.stop_reason
 
     @property
     def server_timing(self) -> Mapping[str, Any] | None:
-        """Milliseconds in the server so far (`queue`, `prefill` ...) and some counts, if asked for; else
-        None. The values of a choice's last chunk cover its whole time."""
+        """Milliseconds that the choice has spent in the server (`queue`, `prefill` ...) and some counts, up
+        to this chunk. None: the response does not have them, mostly because they were not asked for."""
         return self.extras.server_timing
 
     @property
     def prompt_logprobs(self) -> Any:
-        """Parsed JSON of the model's `prompt_logprobs` output, on one chunk per prompt; else None."""
+        """Parsed JSON of the model's `prompt_logprobs` output, with entries on at most one chunk per prompt.
+        Other chunks have None or an empty list."""
         return self.extras.prompt_logprobs
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Number of reasoning tokens of the choice so far, if asked for; else None."""
+        """Number of reasoning tokens of the choice so far; None if the server does not tell, mostly because
+        it was not asked."""
         return self.extras.num_reasoning_tokens
 
     @property
     def batch_index(self) -> int:
-        """Number of the prompt, where the request has several."""
+        """Number of the prompt, from 0, where the request has several; else 0."""
         return self.extras.batch_index
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in this chunk, by the ids or else by the server's count; 0 when neither is known."""
+        """Number of tokens in this chunk, by the ids or else by the server's count; 0 if neither is known."""
         if self.token_ids:
             return len(self.token_ids)
         return self.num_output_tokens or 0
@@ -109,47 +122,51 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of one request as the client saw them, in seconds from sending it."""
+    """Times of one request as the client saw them, in seconds from sending it, and its number of tokens."""
 
     ttft: float | None
-    """Time until the first token (or text) came; None when the answer was empty."""
+    """Time until the first chunk with text or tokens came; None if there was none."""
     total: float
     num_tokens: int
-    """Output tokens of all choices; 0 when the model does not tell."""
+    """Number of tokens of all chunks together; 0 if the server does not tell."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens divided by `total`; None when their number is 0 or unknown."""
+        """`num_tokens` divided by `total`; None if either is 0."""
         return self.num_tokens / self.total if self.num_tokens and self.total > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete answer."""
+    """One of the answers in a request's result."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     logprobs: tuple[Any, ...] = ()
-    """The `logprobs` of each response in turn."""
+    """The `logprobs` of the choice's chunks that have some, in order."""
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities, where the choices were ranked by it (best_of, beam search)."""
+    """Sum of the log-probabilities of the choice's tokens; None if the server does not tell. The client
+    asks for it with `best_of` and beam search."""
     reasoning: str = ""
-    """Text of the model's reasoning before its answer."""
+    """Text of the model's reasoning; empty if the server tells none."""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: str | None = None
-    """The stop string, or the token id as text, that ended the choice; None if neither did."""
+    """The stop string, or the token id as text, that ended the choice; None if neither did, or the server
+    does not tell."""
     server_timing: Mapping[str, Any] | None = None
-    """Milliseconds in the server and some counts, if asked for; else None."""
+    """Milliseconds that the choice spent in the server, and some counts; None if the server does not tell,
+    mostly because it was not asked."""
     num_reasoning_tokens: int | None = None
     batch_index: int = 0
-    """Number of the prompt, if the request has several. The choices of each prompt begin at `index` 0."""
+    """Number of the prompt, from 0, if the request has several; else 0. The choices of each prompt begin at
+    `index` 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Everything a finished request returned."""
+    """Answer to a whole request: the chunks that came, merged."""
 
     request_id: str
     model: str
@@ -157,10 +174,11 @@ class Result:
     timing: Timing
     num_input_tokens: int | None = None
     num_cached_tokens: int | None = None
-    """Input tokens that the server's KV cache had."""
+    """Number of input tokens, of all prompts together, that the server's KV cache had; None if the server
+    does not tell."""
     prompt_logprobs: tuple[Any, ...] = ()
-    """`prompt_logprobs` of each prompt in turn, up to the last that has some; None for a prompt whose request
-    ended before its first token. Empty if not asked for."""
+    """`prompt_logprobs` of each prompt in turn, up to the last that has some; None for a prompt before that
+    which has none, for example because its request ended early. Empty if no prompt has some."""
 
     @property
     def reasoning(self) -> str:
@@ -180,7 +198,8 @@ class Result:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens of all choices together; None where the model does not tell."""
+        """Number of reasoning tokens of all choices together; None if the server does not tell, mostly
+        because it was not asked."""
         counts = [c.num_reasoning_tokens for c in self.choices if c.num_reasoning_tokens is not None]
         return sum(counts) if counts else None
 
@@ -203,28 +222,28 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Embeddings of several prompts."""
+    """Embeddings of one or more prompts."""
 
     vectors: tuple[tuple[float, ...], ...]
     """One embedding per prompt, in the order of the prompts."""
     num_input_tokens: int
-    """Input tokens of all prompts together."""
+    """Number of input tokens of all prompts together."""
     num_cached_tokens: int
-    """Input tokens that the server's KV cache had."""
+    """Number of input tokens, of all prompts together, that the server's KV cache had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of several prompts or pairs of texts."""
+    """Scores of one or more prompts or pairs of texts."""
 
     values: tuple[tuple[float, ...], ...]
     """Scores of each prompt or pair, one for each label, in the order of the prompts."""
     labels: tuple[str, ...]
-    """Label of the largest score of each prompt or pair."""
+    """Label of the largest score of each prompt or pair; empty if the model has no labels for its scores."""
     num_input_tokens: int
     """Input tokens of all prompts or pairs together."""
     num_cached_tokens: int
-    """Input tokens that the server's KV cache had."""
+    """Number of input tokens, of all prompts or pairs together, that the server's KV cache had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +253,15 @@ class ModelInfo:
     name: str
     version: str
     state: str
-    """READY, LOADING, UNAVAILABLE ..."""
+    """State of the model: READY, LOADING, UNAVAILABLE ..."""
     reason: str = ""
-    """Why it is not ready."""
+    """The server's reason why the model is in this state; mostly empty if it is ready."""
     ready: bool = False
     kind: str = ""
-    """`ensemble`, the backend's name (`quire`, `python` ...), or empty when the server does not tell."""
+    """`ensemble`, or the name of the backend or platform (`quire`, `python` ...); empty if unknown."""
     decoupled: bool | None = None
-    """Whether the model may stream; None if unknown, as for an ensemble."""
+    """Whether the model may answer a request with several responses (a stream); None if unknown, as for an
+    ensemble."""
 
 
 def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chunk]) -> Result:
@@ -281,8 +301,8 @@ def _sum(counts: Iterable[int | None]) -> int | None:
 
 
 def _choice(batch_index: int, index: int, chunks: Sequence[Chunk]) -> Choice:
-    """Merges the chunks of a choice. For values such as the finish reason, the last one that is not None
-    counts."""
+    """Merges the chunks of a choice. Texts, token ids and the like are joined. Of other values, such as the
+    finish reason, the last one that is not None is taken."""
 
     def last(name: str) -> Any:
         told = (getattr(chunk, name) for chunk in reversed(chunks))

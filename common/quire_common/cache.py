@@ -1,4 +1,4 @@
-"""The cache folder: compiled kernels, tuning results, the assembled backend.
+"""The cache folder, for example of compiled kernels, tuning results and packed weights.
 
 Code in the folder is executed, so the folder is used only if it belongs to this user or to root, and no other
 user can write in it. If the wanted folder is not like that, or cannot be made (no home, a read-only disk), a
@@ -54,8 +54,8 @@ def lasting_directory(name: str) -> Path | None:
 
 @functools.cache
 def private_directory() -> Path:
-    """Returns a folder of this process alone. It is made by the first call, and removed when the process
-    ends."""
+    """Returns a folder of this process alone. It is made by the first call, and removed when the interpreter
+    ends (not if the process is killed)."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -63,7 +63,7 @@ def private_directory() -> Path:
 
 def kept(path: Path) -> bytes | None:
     """Returns the data that `keep` wrote to a file, without the digest. None: there is no such file, it
-    cannot be read, or the digest shows that it is damaged, which is logged."""
+    cannot be read, or its digest shows that it is damaged. A damaged file is logged."""
     try:
         stored = path.read_bytes()
     except OSError:
@@ -77,8 +77,8 @@ def kept(path: Path) -> bytes | None:
 def keep(path: Path, data: bytes) -> bool:
     """Writes data followed by its digest, which loaders of shared libraries and machine code ignore.
 
-    The write is atomic: readers see the old file or the new one, and the last writer wins. Returns False if
-    it fails, which is logged once per folder and reason.
+    The write is atomic: readers see the old file or the new one, and the last writer wins. Returns whether
+    it succeeded; a failure is logged once per folder and reason.
     """
     return write(path, sealed(data))
 
@@ -108,8 +108,8 @@ def write(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, so that only one process at a time does the work. Goes on without the lock if the
-    file cannot be locked."""
+    """Context manager that holds a lock on a file, so that one process at a time does the work in the block.
+    If the file cannot be locked, the block runs without the lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def _wanted() -> Path | None:
     """Returns the cache folder that the environment or the home directory decides. None: there is no home
-    directory (as for an unknown user in a container), or XDG_CACHE_HOME is not an absolute path."""
+    directory (as for an unknown user in a container), or it or XDG_CACHE_HOME is not an absolute path."""
     if named := os.environ.get(ENVIRONMENT):
         return Path(named).absolute()
     try:
@@ -151,7 +151,8 @@ def _root(wanted: Path | None, temporary: Path) -> Path:
 
 
 def _make_ours(folder: Path, *, follow: bool) -> None:
-    """Makes the folder if it is missing. Raises OSError if that fails, or if another user can write in it."""
+    """Makes the folder if it is missing. Raises OSError if that fails, if another user can write in the
+    folder, or if it is a link and `follow` is false."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_ours(folder, folder.stat() if follow else folder.lstat())
 

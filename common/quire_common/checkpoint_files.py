@@ -9,7 +9,8 @@ from pathlib import Path
 from quire_common.errors import shown
 
 MAX_TEXT = 2**27
-"""Most bytes of a text file, which is read whole. The largest tokenizer.json files have about 2**25."""
+"""Most bytes of a checkpoint's file with a suffix among _TEXTS: such files are read whole. The largest
+tokenizer.json files have about 2**25."""
 _TEXTS = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt"))
 
 
@@ -38,7 +39,7 @@ def check_directory(directory: Path, fail: Callable[[str], Exception]) -> None:
 
 def without_links(path: Path) -> Path:
     """Returns the path with its links resolved. If the resolved path has letters outside this process's file
-    system encoding, returns the absolute path with its links: a stub of Triton, whose encoding is ASCII, can
+    system encoding, returns the absolute path with its links: a stub of Triton whose encoding is ASCII can
     open such a path only through a link."""
     found = path.resolve()
     try:
@@ -49,12 +50,15 @@ def without_links(path: Path) -> Path:
 
 
 def with_ascii_name(path: Path, link: Path) -> Path:
-    """Returns a checkpoint's path if it has only ASCII characters or does not exist. Otherwise makes the
-    symbolic link `link`, and returns a path through it.
+    """Returns a checkpoint's absolute path if it has only ASCII characters or does not exist. Otherwise makes
+    a symbolic link, and returns a path through it.
 
-    If the name of a file is ASCII, the link leads to the file's folder, so that the file and the other parts
-    of a split one keep their names. Otherwise the link leads to the file or folder itself, and has a file's
-    suffix.
+    If `path` is a file with an ASCII name, `link` leads to the file's folder, so that the file and the other
+    parts of a split one keep their names. Otherwise the link leads to the file or folder itself, and its
+    suffix is replaced by that of the file, or removed for a folder.
+
+    Args:
+        link: path of the link; what is there is replaced.
     """
     path = path.absolute()
     if str(path).isascii() or not path.exists():

@@ -1,4 +1,5 @@
-"""Parses JSON that a client sent, with bounds on its size, its depth and the number of its values."""
+"""Parses JSON that a client sent, with bounds on its size, its depth, and its number of lists, objects and
+keys."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import Any
 from quire_common.errors import InputError
 
 MAX_BYTES = 2**20
-"""Most bytes of a JSON text of parameters; messages have a limit of their own."""
+"""Most bytes of a JSON text for which no other limit is stated; messages have a limit of their own."""
 MAX_DEPTH = 64
 """Largest nesting depth of lists and objects, the outermost included."""
 MAX_VALUES = 2**19
-"""Most lists, objects and keys together. Each takes up to a hundred times the memory of its characters."""
+"""Most lists, objects and keys together, counted as brackets and colons. Each takes up to a hundred times the
+memory of its characters."""
 
 
 def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> Any:

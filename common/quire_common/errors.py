@@ -1,12 +1,12 @@
 """Errors that the packages below `quire` report, and functions that put foreign texts into messages.
 
-`quire` maps these errors to its own kinds by the fields they carry.
+`quire` turns most of these errors into errors of its own.
 """
 
 from __future__ import annotations
 
 _SHOWN = 60
-"""Most characters of a client's text that an error message repeats."""
+"""Most characters of a text that `shown` repeats."""
 
 
 class ReportedError(Exception):
@@ -14,11 +14,11 @@ class ReportedError(Exception):
 
 
 class InputError(ReportedError):
-    """A request's input is wrong; becomes INVALID_ARG.
+    """A request's input is wrong. In Triton the request fails with INVALID_ARG.
 
     Attributes:
         field: name of the input tensor or parameter.
-        reason: what is wrong with it, with the limit it breaks.
+        reason: what is wrong with the input, with the limit that it breaks, if there is one.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -28,18 +28,18 @@ class InputError(ReportedError):
 
 
 class ParameterError(ReportedError, ValueError):
-    """A parameter in a model's config.pbtxt is missing or wrong, or its checkpoint's directory must not be
-    read. The message is one line that names the parameter or file."""
+    """A parameter in a model's config.pbtxt is missing or wrong, or the model's checkpoint directory must not
+    be read. The message is one line that names the parameter or file."""
 
 
 class HubError(ReportedError):
-    """A checkpoint cannot be fetched from a hub; the message is one line that names it."""
+    """A checkpoint cannot be fetched from a hub. The message is one line that names the checkpoint."""
 
 
 def shown(value: object) -> str:
     """Returns a client's value for a message: at most 60 characters of a text, escaped as in Python. The cost
-    does not depend on the value's size or depth. A value without a short text is shown as its type and
-    size."""
+    does not depend on the value's size or depth. A value without a short text is shown as its type, mostly
+    with its size."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} long)"
     name = type(value).__name__
@@ -56,14 +56,15 @@ def is_name(text: str) -> bool:
 
 
 def kind(value: object) -> str:
-    """Returns the type of a client's value, and the value as in `shown`; "null" for None."""
+    """Returns the type of a client's value, followed by the text of `shown` (once, if that begins with the
+    type); "null" for None."""
     name, text = type(value).__name__, shown(value)
     return "null" if value is None else text if text.startswith(name) else f"{name} {text}"
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the error is a panic of a library in Rust (a regular expression's limit, a broken file). Its
-    class does not inherit from Exception, so `except Exception` does not catch it."""
+    """Whether the error is a panic of a library in Rust (a regular expression's limit, a broken file). The
+    class of panics does not inherit from Exception, so `except Exception` does not catch them."""
     return type(error).__name__ == "PanicException"
 
 

@@ -29,7 +29,7 @@ from quire_common.errors import in_line, is_name, shown
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Format characters of `struct`, by GGUF type number."""
+"""Format characters of `struct` for numbers and booleans, by GGUF type number."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
@@ -37,25 +37,26 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEAD = 2**26
 """Most bytes of a head, which takes up to ten times as much memory. The largest vocabularies take 16 MiB."""
 _MAX_VALUES = 2**22
-"""Most values in all arrays together: a number of one byte takes forty in memory. The largest vocabularies
-have 1.3 million."""
+"""Most values in all arrays of a file together: a number of one byte takes forty in memory. The arrays of the
+largest vocabularies have 1.3 million."""
 _MAX_TENSORS = 2**16
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 
 
 class GGUFError(ValueError):
-    """A GGUF file is broken, or a directory holds several. The message is one line without the path."""
+    """A GGUF file is broken or not supported, or a directory holds several. The message is one line, without
+    the path of the file or directory."""
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """Returns the names of all parts of a split file, for the name of any of them. If the name is not that of
-    a part, returns it alone."""
+    """Returns the names of all parts of a split file, for the name of any of them. A name that is not that of
+    a part is returned alone."""
     stem, count = _split(name)
     return tuple(_part(stem, number, count) for number in range(1, count + 1)) or (name,)
 
 
 def first_part(name: str) -> str:
-    """Returns the first of `part_names`, without building the whole list."""
+    """Returns the first name that `part_names` returns, without making all the names."""
     stem, count = _split(name)
     return _part(stem, 1, count) if count else name
 
@@ -78,7 +79,7 @@ def find_gguf(path: Path) -> Path | None:
     config.json; else None. For a split file, returns the first part, whichever part `path` is.
 
     Raises:
-        GGUFError: the directory holds several GGUF files.
+        GGUFError: the directory holds several GGUF files. Parts of a split file count as one.
     """
     if path.is_file():
         return path.with_name(first_part(path.name)) if path.suffix == ".gguf" else None
@@ -92,7 +93,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in its file."""
+    """A tensor of a GGUF file: its name, type and shape, and where its bytes lie."""
 
     name: str
     kind: GGMLQuantizationType
@@ -113,20 +114,20 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
     files: tuple[Path, ...]
-    """Paths of all parts."""
+    """Paths of all parts, in order; the path of the file alone if it is not split."""
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Reads the heads of all parts. The memory used is bounded by the sizes of the files, whatever the
-        heads state.
+        """Opens a GGUF file and reads the heads of all its parts. The memory used is bounded by the sizes of
+        the files, whatever the heads state.
 
         Args:
             path: path of the file, or of any of its parts.
 
         Raises:
-            GGUFError: the file is no GGUF file, is truncated, or has an unknown version; a tensor does not
-                lie in it; or parts are missing or belong to another file.
-            OSError: the file cannot be read.
+            GGUFError: the file is no GGUF file, is broken or truncated, or is not supported; or a further
+                part is missing, cannot be read, or belongs to another file.
+            OSError: the file, or the first of its parts, cannot be read.
         """
         names = part_names(path.name)
         path = path.with_name(names[0])
@@ -176,8 +177,8 @@ def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 def _check_split(metadata: dict[str, Any], number: int, first: dict[str, Any]) -> None:
-    """Raises GGUFError if `metadata` is not that of part `number` of the split file whose first part has the
-    metadata `first`."""
+    """Raises GGUFError if `metadata` cannot be that of part `number`, counted from 0, of the split file whose
+    first part has the metadata `first`."""
     for key in ("split.no", "split.count", "split.tensors.count"):
         stated, wanted = metadata.get(key), number if key == "split.no" else first.get(key)
         if not _is_number(stated) or stated != wanted:
@@ -192,7 +193,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Head:
-    """Reads the head of a file from its first byte on."""
+    """The head of a GGUF file: its metadata, and where its tensors lie. The constructor reads all of it."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -225,7 +226,7 @@ class _Head:
         return bytes(self._read[begin : self._at])
 
     def _fill(self, end: int) -> None:
-        """Reads the file until the bytes before `end` are in memory."""
+        """Reads on until all bytes of the file before the position `end` are in memory."""
         if end > _MAX_HEAD:
             raise GGUFError(f"its head is longer than {_MAX_HEAD} bytes")
         if end <= len(self._read):
@@ -276,7 +277,8 @@ class _Head:
         return found
 
     def _tensor(self) -> StoredTensor:
-        """Reads the entry of a tensor. The offset still counts from where the tensors begin."""
+        """Reads the entry of a tensor. The offset in the result is still the entry's, which counts from where
+        the first tensor may begin."""
         name, rank = self._string(), self._scalar("I")
         if not is_name(name):
             raise GGUFError(f"a tensor has the name {shown(name)}")

@@ -1,4 +1,5 @@
-"""Large pieces of host memory: aligned, in huge pages where possible, or shared between processes."""
+"""Large pieces of host memory: aligned, in huge pages where possible, shared between processes, or in mapped
+files."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def aligned_bytes(count: int) -> torch.Tensor:
     through the page tables, which is longer in a virtual machine.
 
     Raises:
-        OSError: there is no such memory.
+        OSError, RuntimeError: there is no such memory.
     """
     if count < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
@@ -42,8 +43,8 @@ def aligned_bytes(count: int) -> torch.Tensor:
 
 
 def prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Asks the system to use huge pages for memory that nobody has written to yet, if it is large and the
-    system has them. Filling the memory then causes a fraction of the page faults."""
+    """Asks the system to use huge pages for memory that nobody has written to yet, if the memory is large and
+    the system has huge pages. Filling the memory then causes fewer page faults."""
     begin = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = (memory.data_ptr() + memory.nbytes - begin) // HUGE_PAGE * HUGE_PAGE
     if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -51,8 +52,12 @@ def prefer_huge_pages(memory: torch.Tensor) -> None:
 
 
 def read_ahead(memory: torch.Tensor) -> None:
-    """Asks the system to read a part of a mapped file from the disk where it is not in memory, and
-    does not wait for the disk."""
+    """Asks the system to read a part of a mapped file from the disk, as far as it is not in memory, and does
+    not wait for the data.
+
+    Args:
+        memory: the mapped part.
+    """
     begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = memory.data_ptr() + memory.nbytes - begin
     ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
@@ -65,17 +70,17 @@ def resident_bytes() -> int:
 
 
 def trim_heap() -> None:
-    """Returns the free memory of the C library's heap to the system, where the library supports it."""
+    """Gives free memory of the C library's heap back to the system, if the library is glibc."""
     with contextlib.suppress(AttributeError):  # of another than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def shared_bytes(count: int) -> tuple[torch.Tensor, int]:
     """Allocates uint8 [count], all zero, in shared memory without a name. Returns it and the file descriptor
-    by which other processes can map it.
+    by which other processes can map it. The system takes the memory when it is first used.
 
     Raises:
-        OSError: there is no such memory.
+        OSError: the system refuses to make it.
     """
     fd = os.memfd_create("quire-blocks", os.MFD_CLOEXEC)
     try:
@@ -91,7 +96,7 @@ def file_bytes(count: int, directory: Path) -> torch.Tensor:
     has room for. The file lasts as long as the tensor, and no longer than the process.
 
     Raises:
-        OSError: the directory has no room for it.
+        OSError: the file cannot be made, for example because the disk has no room for it.
     """
     with tempfile.TemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, count)

@@ -16,16 +16,16 @@ _NAME = re.compile(
     re.ASCII,
 )
 _HEADERS = ("etag", "x-linked-etag", "x-repo-commit")
-"""Headers whose values `huggingface_hub` uses as file names."""
+"""Headers of the hub's answers whose values `huggingface_hub` uses as file names."""
 _FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of the files that are fetched from a repository: weights in safetensors, and the files that
-describe them; no code and no pickles."""
+"""Patterns of the files that are fetched from a repository if no .gguf file is named: weights in safetensors,
+and the files that describe them; no code and no pickles."""
 _MOST_LISTED = 12
 
 
 def find_checkpoint(named: str | Path) -> Path:
-    """Returns the directory or .gguf file of a checkpoint. If `named` is the name of a repository, the
-    checkpoint is fetched first; of a split file, all parts are.
+    """Returns the directory or .gguf file of a checkpoint. If `named` is no existing path but the name of a
+    repository, the checkpoint is fetched first; of a split file, all parts are.
 
     A path that exists is never looked for on the hub. Cache, offline mode, token and the hub's address are
     those of `huggingface_hub` (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
@@ -33,15 +33,15 @@ def find_checkpoint(named: str | Path) -> Path:
     Args:
         named: a path, or OWNER/NAME, OWNER/NAME/FILE.gguf, OWNER/NAME:TYPE, each optionally with @REVISION.
             TYPE is how the name of a .gguf file ends, such as Q4_K_M, in upper or lower case. A repository
-            without config.json needs neither FILE nor TYPE if it has one .gguf file.
+            without config.json needs neither FILE nor TYPE if it has one .gguf model.
 
     Returns:
         `named`, with ~ expanded, if it exists or has none of these forms; else the fetched directory, or the
         fetched file or its first part.
 
     Raises:
-        HubError: the hub has no such repository, revision or file, several files may be meant, or the hub
-            cannot be reached. The message is one line.
+        HubError: the checkpoint cannot be fetched. For example, the hub has no such repository, revision or
+            file, several files may be meant, or the hub cannot be reached. The message is one line.
     """
     path = Path(named).expanduser()
     match = _NAME.fullmatch(str(named))
@@ -76,7 +76,7 @@ def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[s
 
     Args:
         files: names of all .gguf files, relative to the repository.
-        file: name of the wanted file; of a split file, the name of any of its parts. None: any but mmproj-*.
+        file: name of the wanted file; of a split file, the name of any of its parts. None: any but mmproj*.
         kind: how the wanted name ends, before ".gguf" and the number of a part, in upper or lower case; None:
             in any way.
 
@@ -108,8 +108,8 @@ def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[s
 
 
 def _check_headers(response: Any) -> None:
-    """Raises ValueError if an answer's headers lead out of the cache folder, where the library would then
-    write."""
+    """Raises ValueError if one of _HEADERS in an answer of the hub may be a path out of the cache folder: the
+    library would write there."""
     for name in _HEADERS:
         value = response.headers.get(name, "")
         if ".." in value or value.removeprefix("W/").strip('"').startswith("/"):

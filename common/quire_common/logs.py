@@ -1,7 +1,7 @@
-"""Logging of our processes below tritonserver: lines on stderr, as text or JSON. Of clients' texts they have
-request ids alone, unless QUIRE_LOG_CONTENT is set.
+"""Logging of our processes below tritonserver: lines on stderr, as text or JSON. The lines may have names and
+ids from clients, but not the texts of prompts and answers, unless QUIRE_LOG_CONTENT is set.
 
-Environment variables set it up, so that all processes of a server log alike: `QUIRE_LOG_LEVEL`,
+Environment variables set the logging up, so that all processes of a server log alike: `QUIRE_LOG_LEVEL`,
 `QUIRE_LOG_FORMAT` and `QUIRE_LOG_CONTENT`.
 """
 
@@ -19,22 +19,24 @@ from types import TracebackType
 REQUEST_FIELDS = ("request_id", "external_id")
 """Fields of a log record, given by `extra=`, that name its request: our id, and the client's."""
 HARMLESS = (OSError, MemoryError)
-"""Exceptions whose texts come from the system, and not from a client."""
+"""Exceptions whose texts come from the system, and are taken to hold no text of a prompt."""
 HARMLESS_MODULES = (
     *("torch", "triton", "zmq", "c_python_backend_utils"),
     *("quire_common.cache", "quire_common.host_memory", "quire_common.machine"),
     *("quire_kernels", "quire.worker", "quire.kv_tiers", "quire.loader"),
     *("quire.engine.connection", "quire.engine.supervisor", "quire.engine.client"),
 )
-"""Modules that know numbers, shapes, files and devices, and no text of a request. Texts of exceptions that
-they define or raise are logged, except what those in `_EXCEPT` raise."""
+"""Beginnings of the names of modules that know numbers, shapes, files and devices, and are taken to know no
+text of a request. Texts of exceptions that these modules define or raise are logged. That a module named in
+`_EXCEPT` raises an exception is no reason to log its text."""
 _EXCEPT = ("quire.worker.grammar",)
 MAX_TEXT = 2000
 
 
 def set_up(process: str) -> None:
-    """Sends the logs of this process to stderr from now on, uncaught exceptions included. Raises ValueError
-    if an environment variable is wrong.
+    """Sends the logs of this process to stderr, and uncaught exceptions with them. Log handlers and exception
+    hooks that were set before stay instead. Raises ValueError if an environment variable that is used is
+    wrong.
 
     Args:
         process: name of the process in each line.
@@ -57,9 +59,10 @@ def _uncaught(error: BaseException | None) -> None:
 
 
 def shown_error(error: BaseException) -> str:
-    """Returns an exception for a log line: its class, and its text if that cannot hold a client's text.
+    """Returns an exception for a log line: its class, and its text if that is taken to hold no text of a
+    request (see HARMLESS and HARMLESS_MODULES).
 
-    Texts of foreign exceptions tend to repeat the value that was wrong, which may be part of a prompt. If
+    Texts of other exceptions tend to repeat the value that was wrong, which may be part of a prompt. If
     `QUIRE_LOG_CONTENT` is set, they are shown too.
     """
     name = type(error).__name__
@@ -128,8 +131,8 @@ class PlainFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One object per line: time (UTC), level, process, pid, message, where they are known `request_id` (ours)
-    and `external_id` (the client's), the `fields` of a record, and `exception`."""
+    """One JSON object per line: time (UTC), level, process, pid and message. Where a record has them, also
+    `request_id` (ours), `external_id` (the client's), the record's `fields`, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         super().format(record)  # makes the message
@@ -149,6 +152,6 @@ class JsonFormatter(_Formatter):
 
 
 def _printable(line: str) -> str:
-    """Escapes characters that cannot be printed, so that a client's id neither begins a new line nor holds
-    what stderr cannot write."""
+    """Returns the line with characters escaped that cannot be printed, so that a client's id neither begins a
+    new line nor holds what stderr cannot write."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

@@ -19,8 +19,8 @@ ROOT = Path("/")
 
 
 def num_cpus(root: Path = ROOT) -> int:
-    """Returns the number of processors for computing threads: those of the affinity mask, but no more than
-    each control group's quota, and at least 1.
+    """Returns the number of processors for computing threads: those of the affinity mask (without one, all),
+    but no more than each control group's quota, and at least 1.
 
     A quota of two and a half counts as two, because threads that share a step wait for the slowest.
     """
@@ -42,8 +42,8 @@ def available_memory(root: Path = ROOT) -> int:
     """Returns the bytes that can be taken without swapping or being killed: the least of what the machine and
     each control group have left.
 
-    Files that a group has read or written count as its memory. Those that are also on disk count as left
-    here, because the kernel gives their memory back on demand.
+    The kernel counts cached files as a group's memory. Those that are also on disk, and are not locked, count
+    as left here, because the kernel gives their memory back on demand.
     """
     available = int(psutil.virtual_memory().available)
     for group in _groups("memory", root):
@@ -59,8 +59,9 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yields the folders of this process's control groups in every hierarchy with this controller, from its
-    own group upwards."""
+    """Yields the folders of this process's control groups, in each mounted hierarchy that may have this
+    controller from the process's own group upwards. If that group lies outside the mounted part, yields the
+    part's top alone."""
     try:
         # Names of mount points are bytes.
         member = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
@@ -91,7 +92,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> tuple[float, ...]:
-    """Returns the numbers in a small file, with "max" as infinity; empty if there is no file."""
+    """Returns the numbers in a small file, with "max" as infinity; empty if the file cannot be read, or holds
+    anything else."""
     try:
         words = path.read_text("utf-8").split()
         return tuple(float("inf") if word == "max" else float(word) for word in words)

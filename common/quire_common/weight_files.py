@@ -44,9 +44,10 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Types by their names in safetensors files."""
+"""Torch's types by their names in safetensors files; others are not supported."""
 _MAX_PICKLE = 2**23
-"""Most bytes of the pickle that names a file's tensors. Each tensor takes about 250."""
+"""Most bytes of the pickle that names a file's tensors (in a file from before torch 1.6, of all its pickles
+together). Each tensor takes about 250."""
 _PICKLED = frozenset(
     (
         "collections OrderedDict",
@@ -78,30 +79,31 @@ bytearray, allocate as much memory as a number in the file says."""
 
 
 class NamedTensor(NamedTuple):
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint: its content, or how to read it."""
 
     name: str
     tensor: torch.Tensor
-    """Content of the tensor. With an offset or a change, only its type and shape (on torch's "meta" device);
-    then `read` reads the content. It is not mapped: a mapped file would be read page by page, and would end
-    the process if it is cut short meanwhile."""
+    """Content of the tensor. If there is an offset or a change, only its type and shape (on torch's "meta"
+    device); `read` then reads the content into new memory. A mapped file would be read page by page, and
+    would end the process if it is cut short meanwhile."""
     file: Path
     offset: int | None = None
-    """Position in the file of the bytes of `tensor` (of `raw`, if given). None: the file does not hold these
-    bytes in the form that they have in memory."""
+    """Position in the file of the bytes of `tensor` (of `raw`, if given). None: `tensor` has the content, or
+    `change` makes it."""
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Function that makes the content from the bytes at `offset`. Without an offset it makes the content by
-    itself, whatever its argument is. Type and shape of the bytes are the tensor's, unless `raw` states
-    others. None: nothing is changed."""
+    """Function that makes the content from the bytes at `offset`, given as a tensor like `raw`, or without
+    `raw` like `tensor`. Without an offset, it makes the content by itself, whatever its argument is. None:
+    nothing is changed."""
     raw: torch.Tensor | None = None
     """Type and shape of the bytes at `offset` (on torch's "meta" device), if they are not those of
     `tensor`."""
 
     def read(self) -> torch.Tensor:
-        """Returns the content, read from the file if there is an offset.
+        """Returns the content, read from the file if there is an offset, and changed by `change`.
 
         Raises:
             OSError: the file cannot be read, or has become shorter.
+            Exception: raised by `change`.
         """
         content = self.tensor
         if self.offset is not None:
@@ -110,18 +112,19 @@ class NamedTensor(NamedTuple):
         return content if self.change is None else self.change(content)
 
     def empty(self) -> torch.Tensor:
-        """Allocates memory for the bytes of a tensor that has an offset."""
+        """Returns new memory, as a tensor, for the bytes at `offset`."""
         like = self.tensor if self.raw is None else self.raw
         return torch.empty(like.shape, dtype=like.dtype)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host."""
+    """Returns the memory of a tensor, which must be contiguous and on the host."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def read_into(memory: memoryview, file: Path, offset: int) -> None:
-    """Fills memory from a file, without the interpreter's lock.
+    """Fills memory with the bytes of a file from position `offset` on. The interpreter's lock is not held
+    during the reads.
 
     Raises:
         OSError: the file cannot be read, or has become shorter.
@@ -142,8 +145,8 @@ def everything(name: str) -> bool:
 def find_files(
     directory: Path, name: str, fail: Fail, wanted: Wanted = everything
 ) -> tuple[Path, tuple[Path, ...]] | None:
-    """Finds the shards that hold a wanted tensor, if the file `name` has an index of shards; else the file
-    itself. Returns (file to name in errors, files found); None if there is neither an index nor the file.
+    """Finds the shards that hold a wanted tensor, if there is an index of shards for `name`; else the file
+    `name` itself. Returns (file to name in errors, files found); None if there is neither.
 
     Raises:
         Exception: made by `fail`: the index is broken, or a shard is missing.
@@ -175,7 +178,7 @@ def find_files(
 
 def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
     """Yields the wanted tensors of one file, in the order in which they lie there. Raises the exception that
-    `fail` makes if the file is broken."""
+    `fail` makes if the file cannot be read, is broken, or has a tensor of an unknown type."""
     try:
         with safe_open(file, framework="pt") as reader:
             with file.open("rb") as stream:
@@ -200,7 +203,7 @@ def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Ite
 
 def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
     """Yields the wanted tensors of one .bin or .pt file. Raises the exception that `fail` makes if the file
-    is broken or holds code, or if a wanted entry is not a tensor."""
+    cannot be read, is broken or holds code, or if a wanted entry is not a tensor."""
     try:
         mapped = _check_pickle(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -221,11 +224,13 @@ def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator
 
 
 def _check_pickle(file: Path) -> bool:
-    """Refuses a file that would unpack to more than its bytes, or that imports other names than tensors need.
-    Returns whether the file is an archive, which can be mapped; files from before torch 1.6 are not.
+    """Refuses a file that would unpack to more bytes than it has, or whose pickle imports a name that is not
+    in _PICKLED. Returns whether the file is an archive, which can be mapped; files from before torch 1.6 are
+    not.
 
     Raises:
-        UnpicklingError: the file imports other names. Other exceptions: the file is broken.
+        UnpicklingError: a pickle imports such a name.
+        Exception: the file cannot be read, is broken, or would unpack to more.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -248,8 +253,8 @@ def _check_pickle(file: Path) -> bool:
 
 
 def _check_names(stream: io.BytesIO) -> None:
-    """Raises UnpicklingError if a pickle in the stream imports a name that is not in _PICKLED. Up to five
-    pickles are read: old files begin with so many."""
+    """Raises UnpicklingError if a pickle in the stream has an operation GLOBAL for a name that is not in
+    _PICKLED, or an operation STACK_GLOBAL. Up to five pickles are read: old files begin with so many."""
     end = len(stream.getbuffer())
     for _ in range(5):
         for operation, value, _ in pickletools.genops(stream):

@@ -23,15 +23,15 @@ from quire_client.openai.app import GatewaySettings, create_app
 GRACE_S = 5
 """Default number of seconds that running answers have to finish after SIGTERM or Ctrl-C."""
 HEADER_TIMEOUT = 20.0
-"""Seconds from the opening of a connection, or from the first byte of a later request, to the end of the
+"""Most seconds from the opening of a connection, or from the first byte of a later request, to the end of the
 request's headers."""
 MAX_CONNECTIONS = 4096
-"""Most concurrent connections; uvicorn answers further ones with 503."""
+"""Number of open connections at which uvicorn begins to answer requests with 503."""
 
 
 class _Protocol(H11Protocol):
-    """Closes connections on which no request's headers arrive in time. Uvicorn keeps such connections open:
-    it bounds only the silence between requests."""
+    """Uvicorn's protocol for HTTP/1.1, which here also closes connections on which a request's headers do not
+    arrive in time. Uvicorn itself keeps these open: it limits the silence after an answer."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -62,7 +62,8 @@ class _Protocol(H11Protocol):
 
 
 class LogFormatter(uvicorn.logging.DefaultFormatter):
-    """Uvicorn's log formatter, without the texts of exceptions, which may repeat what a client wrote."""
+    """Uvicorn's log formatter, with tracebacks that lack the texts of the exceptions: these may repeat what a
+    client wrote."""
 
     def formatException(self, ei: Any) -> str:
         parts: list[str] = []
@@ -75,7 +76,7 @@ class LogFormatter(uvicorn.logging.DefaultFormatter):
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM: a certificate with its chain, and its private key, without a password."""
+    """Paths of two files in PEM: a certificate with its chain, and its private key, which has no password."""
 
     certificate: Path
     key: Path

@@ -1,4 +1,4 @@
-"""Sends a running request as server-sent events, and cancels a request when its client disconnects."""
+"""Streams answers as server-sent events, and cancels a request when its HTTP client disconnects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEADERS = [
 
 
 class Exchanges:
-    """The running work for HTTP clients. Each piece of work is cancelled when its client disconnects."""
+    """Work that runs for HTTP clients. Each piece of work is cancelled when its client disconnects."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -37,14 +37,15 @@ class Exchanges:
         """Runs `work` and returns its result; cancels it when the client disconnects or this task is
         cancelled.
 
-        It uses plain tasks. A task group of anyio would cancel again at every `await`, also at those with
-        which the cancelled work tells the server that the request is over.
+        The work runs in a plain task. A task group of anyio would cancel again at every `await`, also at
+        those with which the cancelled work tells the server that the request is over.
 
         Args:
             receive: the request's ASGI `receive`; the body has already been read.
 
         Raises:
             ClientDisconnect: the client disconnected before the work was done.
+            Exception: raised by the work.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -64,7 +65,7 @@ class Exchanges:
                     task.exception()  # taken, so that asyncio does not report it as lost
 
     async def close(self) -> None:
-        """Cancels all running work; returns when the server has been told."""
+        """Cancels all running work, and waits until it has ended."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -80,8 +81,8 @@ async def _disconnect(receive: Any) -> None:
 class EventStream:
     """ASGI response: the chunks of a stream as `data: {...}` events, ended by `data: [DONE]`.
 
-    The status 200 is sent at once. So an error of the stream is an event `data: {"error": {...}}`, after
-    which no `[DONE]` follows.
+    The status 200 is sent at once. So a QuireClientError of the stream becomes an event
+    `data: {"error": {...}}`, after which no `[DONE]` follows.
     """
 
     exchanges: Exchanges

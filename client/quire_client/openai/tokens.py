@@ -18,17 +18,17 @@ OUTPUT = "input_ids"
 async def token_ids(
     client: AsyncClient, schema: ModelSchema, text: str | None, messages: bytes | None, timeout: float | None
 ) -> list[int]:
-    """Returns the token ids of a prompt, equal to those that the model would compute with.
+    """Returns the token ids of a prompt, as the tokenizer model in front of the model makes them.
 
     Args:
         schema: schema of the model that would answer.
         text: the prompt; None if the prompt is `messages`.
         messages: JSON of the messages; None if the prompt is `text`.
-        timeout: seconds; None: no limit.
+        timeout: seconds that the tokenizer model has; None: no limit.
 
     Raises:
-        RequestError: no model of the server makes token ids for this model.
-        QuireClientError: the tokenizer model refused the prompt.
+        RequestError: no model of the server makes token ids of such a prompt for this model.
+        QuireClientError: the tokenizer model refused the prompt, or a call failed.
     """
     prompt: str | bytes
     field, name, prompt = "prompt", "text_input", text or ""
@@ -76,10 +76,11 @@ async def _tokenizer_of(client: AsyncClient, schema: ModelSchema) -> ModelSchema
 
 
 async def text_of(client: AsyncClient, schema: ModelSchema, ids: list[int], **arguments: Any) -> str:
-    """Returns the text of token ids, special tokens included. The generator is asked for 0 further tokens.
+    """Returns the text of token ids, special tokens included. The text is empty if the generator has no
+    tokenizer. The generator is asked for 0 further tokens.
 
     Raises:
-        QuireClientError: the generator has no tokenizer, or an id is not in its vocabulary.
+        QuireClientError: the request failed, for example because an id is not in the vocabulary.
     """
     found = await client.generate(
         input_ids=ids,
@@ -94,7 +95,11 @@ async def text_of(client: AsyncClient, schema: ModelSchema, ids: list[int], **ar
 
 
 async def max_model_len(client: AsyncClient, schema: ModelSchema, timeout: float) -> int | None:
-    """Returns the most tokens that prompt and answer may have together; None if the model does not say."""
+    """Returns the most tokens that prompt and answer may have together; None if the model does not say.
+
+    Args:
+        timeout: seconds that the model has to say it.
+    """
     if "cache_control" not in schema.inputs:
         return None
     try:
