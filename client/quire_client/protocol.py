@@ -36,6 +36,8 @@ LARGE_PROMPT = 2**16
 """Number of characters of a text, or of token ids, above which building a request counts as slow."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
+_NO_REASONS = (None, "", "None")
+"""Finish reasons of responses before the end; "None" in the dialect of vllm_backend."""
 MAX_DIMS = 32
 """Most dims of an output's shape that are used; further ones are ignored. A hostile server might send so many
 that their product takes long."""
@@ -384,7 +386,10 @@ def _add_prompt(request: Any, schema: ModelSchema, prompt: Prompt) -> None:
             messages = {**messages, "messages": with_image_parts(messages.get("messages", ()), count)}
         elif count and isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
             messages = with_image_parts(messages, count)
-        text = messages if isinstance(messages, str | bytes) else json.dumps(messages, ensure_ascii=False)
+        try:
+            text = messages if isinstance(messages, str | bytes) else json.dumps(messages, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"messages: must be JSON: {error}") from None
         _add(request, "messages", "BYTES", _bytes_array(text))
     if prompt.images:
         if "image" not in schema.inputs:
@@ -529,7 +534,7 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
         Chunk(
             text,
             tuple(ids),
-            _at(reasons, i) or None,
+            None if (reason := _at(reasons, i)) in _NO_REASONS else reason,
             indices[i] if i < len(indices) else i,
             bool(final) and i == last,
             _parsed("logprobs", lp) if (lp := _at(logprobs, i)) else None,

@@ -48,8 +48,7 @@ class Chunk:
     """Ids of the tokens that are new since the choice's previous chunk; empty if the response has none for
     this chunk. With `output_mode` "cumulative" they are those of all tokens so far."""
     finish_reason: str | None = None
-    """`stop`, `length` ... on the last chunk of a choice; None before, and where the server does not tell.
-    Models with vllm_backend's dialect give the text "None" before."""
+    """`stop`, `length` ... on the last chunk of a choice; None before, and where the server does not tell."""
     index: int = 0
     """Number of the choice among those of its prompt, from 0."""
     final: bool = False
@@ -282,7 +281,10 @@ def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chu
         if chunk.num_input_tokens is not None:
             by_prompt.setdefault(chunk.batch_index, chunk)
     prompts = by_prompt.values()
-    prompt_logprobs = {c.batch_index: c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None}
+    prompt_logprobs: dict[int, Any] = {}
+    for chunk in chunks:  # where they were asked for by name, later responses have empty ones
+        if chunk.prompt_logprobs is not None and not prompt_logprobs.get(chunk.batch_index):
+            prompt_logprobs[chunk.batch_index] = chunk.prompt_logprobs
     return Result(
         request_id,
         model,

@@ -322,6 +322,8 @@ def test_invalid_utf8_reaches_the_server(server: FakeKServe) -> None:
 def test_token_id_that_fits_no_tensor_is_refused_here(client: Client) -> None:
     with pytest.raises(InvalidArgument, match="input_ids: must be integers that fit INT32"):
         client.generate(input_ids=[2**31])
+    with pytest.raises(InvalidArgument, match=r"messages: must be JSON: .*bytes"):
+        client.chat([{"role": "user", "content": b"x"}])  # type: ignore[list-item]
 
 
 def test_request_ids_are_unguessable_and_can_be_given(server: FakeKServe, client: Client) -> None:

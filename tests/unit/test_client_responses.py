@@ -362,3 +362,18 @@ def test_a_receiver_that_is_cancelled_loses_no_response() -> None:
             assert await call.receive() == expected
 
     asyncio.run(asyncio.wait_for(run(), WAIT))
+
+
+def test_the_dialect_of_vllm_says_none_before_the_end() -> None:
+    outputs = {"text_output": ("BYTES", [b"a"], [1]), "finish_reason": ("BYTES", [b"None"], [1])}
+    (chunk,), _ = parse_response(response_of(outputs, raw=True, final=False), 0.0)
+    assert (chunk.text, chunk.finish_reason) == ("a", None)
+
+
+def test_prompt_logprobs_are_those_of_the_first_response_that_has_some() -> None:
+    """The other choices' responses have empty ones."""
+    chunks = [
+        Chunk("a", index=i, extras=Extras(prompt_logprobs=found)) for i, found in enumerate(([1], [], None))
+    ]
+    assert collect("r", "m", 0.0, chunks).prompt_logprobs == ([1],)
+    assert collect("r", "m", 0.0, chunks[1:]).prompt_logprobs == ([],)

@@ -71,7 +71,7 @@ def test_the_readme_tells_what_becomes_of_each_field() -> None:
     sampling = {*requests.OPENAI_SAMPLING, *requests.QUIRE_SAMPLING}
     taken = requests.CHAT_FIELDS | requests.COMPLETION_FIELDS
     assert rows["without effect"] == requests.SERVICE_FIELDS
-    assert rows["done"] == taken - requests.SERVICE_FIELDS - sampling
+    assert rows["carried out"] == taken - requests.SERVICE_FIELDS - sampling
     fixed = {**requests._CHAT_FIXED, **requests._COMPLETION_FIXED, **requests._REASONS}
     beside = {"logit_bias", "beam_width"}
     assert rows["refused, but for the value that asks for nothing"] - beside == fixed.keys()

@@ -44,7 +44,8 @@ async def token_ids(
         while (response := await call.receive()) is not None:
             if response.error_message:
                 raise error_from_text(response.error_message)
-            found = parse_token_ids(response.infer_response, OUTPUT) or found
+            ids = parse_token_ids(response.infer_response, OUTPUT)
+            found = found if ids is None else ids
     except grpc.RpcError as error:
         raise error_from_rpc(error, client._settings.url) from None
     finally:
