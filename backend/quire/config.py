@@ -361,7 +361,7 @@ class FrontendConfig:
     down the rest."""
     stream_interval_ms: Annotated[int, Meta(ge=0, le=MAX_INTERVAL_MS)] = 0
     """Milliseconds from a response of a stream until the next one is due, unless `stream_interval` tokens or
-    the end come before, for requests that state neither of the two keys. 0: responses are not due by time."""
+    the end come before, for requests that state neither of the two keys. 0: `stream_interval` decides."""
     tool_parser: Literal["auto", "none", "harmony", "deepseek", "mistral", "glm", "hermes", "llama"] = "auto"
     """Format in which the model writes tool calls; auto: as its chat template shows; none: calls stay in
     text_output."""

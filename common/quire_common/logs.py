@@ -27,8 +27,8 @@ HARMLESS_MODULES = (
     *("quire.engine.connection", "quire.engine.supervisor", "quire.engine.client"),
 )
 """Beginnings of the names of modules that know numbers, shapes, files and devices, and are taken to know no
-text of a request. Texts of exceptions that these modules define or raise are logged. That a module named in
-`_EXCEPT` raises an exception is no reason to log its text."""
+text of a request. Texts of exceptions that these modules define, or that are raised in their Python code,
+are logged. That a module named in `_EXCEPT` raises an exception is no reason to log its text."""
 _EXCEPT = ("quire.worker.grammar",)
 MAX_TEXT = 2000
 

@@ -429,7 +429,7 @@ class DiskTier(KVConnector):
 
     def _begin_anew(self) -> None:
         """Tries to become the writer again, creating the directory if necessary, and scans it. It was removed
-        or replaced, for example because another disk was mounted there."""
+        or replaced, for example because another disk was mounted there. Raises as `_try_lock` does."""
         with self._lock:  # else a save might try for the lock meanwhile, and find it taken: by ourselves
             self._is_owner = False
             if self._lock_fd is not None:  # while it is open, its lock keeps this process out, too

@@ -62,7 +62,7 @@ class RequestHandle:
     external_id: str
     arrived_at: float = field(default_factory=time.monotonic)
     finish_reason: str = ""
-    """Finish reason of the choice that ended last; empty: none has."""
+    """Finish reason of the choice whose last response was sent last; empty: none was."""
     is_reported: bool = False
     """Whether the request's end was reported to the observers."""
     parsed: ParsedRequest = field(default_factory=lambda: UNPARSED)

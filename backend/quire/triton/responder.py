@@ -52,7 +52,7 @@ class Responder(threading.Thread):
     Args:
         tokenizer: transformers tokenizer for detokenization, or None.
         engine: the engine client; the responder owns it and closes it.
-        num_frontends: number of frontends that share the engine's cores.
+        num_frontends: number of frontends of the model, which share the engine's cores.
         model: name of the Triton model, for observers.
         observers: get a RequestEnded for each request.
         max_pause_s: longest time that requests wait for another engine when theirs has died, in seconds; 0:

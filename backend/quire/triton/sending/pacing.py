@@ -36,7 +36,7 @@ class Pace:
     Args:
         num_threads: threads that compute the engine's steps on the CPU; 0: another device does.
         num_cpus: cores that the engine may use.
-        num_frontends: frontends that share these cores.
+        num_frontends: frontends of the model, which share these cores.
     """
 
     def __init__(self, num_threads: int, num_cpus: int, num_frontends: int = 1) -> None:
