@@ -40,8 +40,8 @@ DRAWN: tuple[Mutant, ...] = (
     Mutant(
         "prompt logprobs of the first chunk's place",
         "client/quire_client/types.py",
-        "{c.batch_index: c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None}",
-        "{0: c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None}",
+        "prompt_logprobs[chunk.batch_index] = chunk.prompt_logprobs",
+        "prompt_logprobs[0] = chunk.prompt_logprobs",
         ("tests/unit/test_client_responses.py::test_log_probabilities_of_prompts_are_in_their_order",),
     ),
     Mutant(

@@ -227,12 +227,12 @@ class _Head:
 
     def _fill(self, end: int) -> None:
         """Reads on until all bytes of the file before the position `end` are in memory."""
+        if end > self._size:
+            raise GGUFError(f"ends at byte {self._size}, within its head: truncated")
         if end > _MAX_HEAD:
             raise GGUFError(f"its head is longer than {_MAX_HEAD} bytes")
         if end <= len(self._read):
             return
-        if end > self._size:
-            raise GGUFError(f"ends at byte {self._size}, within its head: truncated")
         self._read += self._file.read(max(end, 2 * len(self._read), 2**20) - len(self._read))
         if end > len(self._read):
             raise GGUFError("has been truncated while it was read")

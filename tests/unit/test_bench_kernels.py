@@ -91,7 +91,9 @@ def test_all_requests_of_a_point_decode_in_every_timed_step(monkeypatch: pytest.
         weights = SHAPES["tiny"].weight_bytes()
         kv = SHAPES["tiny"].kv_bytes_per_token * 4 * prompt
         assert point.read_gib * 2**30 == pytest.approx(weights + kv)
-        assert point.flop == 2 * 4 * SHAPES["tiny"].params
+        shape = SHAPES["tiny"]
+        attention = 4 * prompt * shape.num_layers * 4 * shape.num_heads * shape.head_dim
+        assert point.flop == 2 * 4 * shape.params + attention
         assert all(value > 0 for value in point.parts_ms.values()), point
         assert not core.has_work
 
